@@ -1,0 +1,152 @@
+// Rotary position embedding, and writing keys and values into the paged cache.
+//   y[i]       = x[i] cos(a_i) - x[i + F] sin(a_i)      a_i = position * inv_freq[i]
+//   y[i + F]   = x[i + F] cos(a_i) + x[i] sin(a_i)      i = 0 .. F - 1, F = head_dim / 2
+//
+// Inputs [tokens, heads * head_dim] with a row stride; the cache as in paged_kv.cuh. The angle is
+// one float32 multiplication, as in the models' reference implementation, so the two agree also
+// where the rounding of a large angle turns it visibly.
+//
+// One block per token. A thread owns kPairs neighbouring pairs i, takes their sines once and goes
+// through the heads with them: F / kPairs threads a head, as many heads at once as the block has
+// threads for. Values in and out are 8-byte accesses.
+//
+// Bytes: each value in and out once. Bound: memory (for few tokens: latency).
+#include "common.cuh"
+#include "paged_kv.cuh"
+
+constexpr int kMaxThreads = 256;
+constexpr int kPairs = 4;  // as in tinyvllm/ops/rope.py
+
+// This thread's pairs, and the heads that it goes through: head, head + head_step, ...
+struct Place {
+  int pair;  // first of its kPairs pairs
+  int head;
+  int head_step;
+
+  __device__ __forceinline__ explicit Place(int half_dim) {
+    const int lanes = half_dim / kPairs;
+    pair = threadIdx.x % lanes * kPairs;
+    head_step = blockDim.x / lanes;
+    // Threads that don't make a whole head have nothing to do.
+    const int in_block = threadIdx.x / lanes;
+    head = in_block < head_step ? in_block : 1 << 30;
+  }
+};
+
+struct Rotation {
+  float cos[kPairs], sin[kPairs];
+};
+
+// Sine and cosine of float32 angles up to about 1e6, to 2e-7. sincosf would reduce large angles
+// with a table on the stack; here the angle becomes half-turns in two floats, of which multiples
+// of 2 are dropped exactly.
+__device__ __forceinline__ Rotation rotation(int position, const float* inv_freq) {
+  constexpr float kInvPi = 0.318309886183790672f;
+  constexpr float kInvPiLow = static_cast<float>(0.318309886183790672 - kInvPi);
+  const Vec<float, kPairs> freq = *reinterpret_cast<const Vec<float, kPairs>*>(inv_freq);
+  Rotation r;
+#pragma unroll
+  for (int i = 0; i < kPairs; i++) {
+    const float angle = __fmul_rn(static_cast<float>(position), freq.v[i]);
+    const float high = __fmul_rn(angle, kInvPi);
+    const float low = __fmaf_rn(angle, kInvPiLow, __fmaf_rn(angle, kInvPi, -high));
+    const float reduced = __fmaf_rn(-2.0f, rintf(0.5f * high), high);
+    sincospif(reduced + low, &r.sin[i], &r.cos[i]);
+  }
+  return r;
+}
+
+// The two halves of kPairs pairs of a head.
+template <typename T> struct Pairs {
+  Vec<T, kPairs> low, high;
+
+  __device__ __forceinline__ static Pairs load(const T* p, int half_dim) {
+    return {*reinterpret_cast<const Vec<T, kPairs>*>(p),
+            *reinterpret_cast<const Vec<T, kPairs>*>(p + half_dim)};
+  }
+
+  __device__ __forceinline__ void store(T* p, int half_dim) const {
+    *reinterpret_cast<Vec<T, kPairs>*>(p) = low;
+    *reinterpret_cast<Vec<T, kPairs>*>(p + half_dim) = high;
+  }
+
+  __device__ __forceinline__ Pairs rotated(const Rotation& r) const {
+    Pairs y;
+#pragma unroll
+    for (int i = 0; i < kPairs; i++) {
+      const float a = to_float(low.v[i]), b = to_float(high.v[i]);
+      y.low.v[i] = from_float<T>(a * r.cos[i] - b * r.sin[i]);
+      y.high.v[i] = from_float<T>(b * r.cos[i] + a * r.sin[i]);
+    }
+    return y;
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kMaxThreads)
+    rope_kernel(const T* __restrict__ x, const i32* __restrict__ positions,
+                const float* __restrict__ inv_freq, T* __restrict__ y, int x_stride, int y_stride,
+                int num_heads, int half_dim) {
+  const i64 token = blockIdx.x;
+  const Place place(half_dim);
+  const Rotation r = rotation(positions[token], inv_freq + place.pair);
+#pragma unroll 4
+  for (int h = place.head; h < num_heads; h += place.head_step) {
+    const int column = h * 2 * half_dim + place.pair;
+    Pairs<T>::load(x + token * x_stride + column, half_dim)
+        .rotated(r)
+        .store(y + token * y_stride + column, half_dim);
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMaxThreads)
+    kv_write_kernel(const T* __restrict__ k, const T* __restrict__ v,
+                    const i32* __restrict__ positions, const i32* __restrict__ token_slots,
+                    const i32* __restrict__ block_tables, T* __restrict__ kv_cache, int k_stride,
+                    int v_stride, i64 block_stride, int num_kv_heads, int half_dim,
+                    int block_shift, int max_blocks) {
+  const i64 token = blockIdx.x;
+  const Place place(half_dim);
+  const PagedKv<T> kv(kv_cache, block_stride, num_kv_heads, 0, block_tables, max_blocks,
+                      token_slots[token], block_shift, 2 * half_dim);
+  T* key = kv.key(positions[token]) + place.pair;  // of head 0
+  const i64 head_stride = static_cast<i64>(2 * half_dim) << block_shift;
+#pragma unroll 4
+  for (int h = place.head; h < num_kv_heads; h += place.head_step) {
+    const int column = h * 2 * half_dim + place.pair;
+    T* target = key + h * head_stride;
+    Pairs<T>::load(k + token * k_stride + column, half_dim).store(target, half_dim);
+    Pairs<T>::load(v + token * v_stride + column, half_dim).store(target + kv.v_offset, half_dim);
+  }
+}
+
+// Both at once: qkv holds the heads of q, k and v in this order; q is rotated into `q`, k rotated
+// and v as it is go to the cache.
+template <typename T>
+__global__ void __launch_bounds__(kMaxThreads)
+    rope_kv_write_kernel(const T* __restrict__ qkv, const i32* __restrict__ positions,
+                         const i32* __restrict__ token_slots, const i32* __restrict__ block_tables,
+                         const float* __restrict__ inv_freq, T* __restrict__ q,
+                         T* __restrict__ kv_cache, int qkv_stride, int q_stride, i64 block_stride,
+                         int num_heads, int num_kv_heads, int half_dim, int block_shift,
+                         int max_blocks) {
+  const i64 token = blockIdx.x;
+  const int position = positions[token];
+  const Place place(half_dim);
+  const Rotation r = rotation(position, inv_freq + place.pair);
+  const PagedKv<T> kv(kv_cache, block_stride, num_kv_heads, 0, block_tables, max_blocks,
+                      token_slots[token], block_shift, 2 * half_dim);
+  T* key = kv.key(position) + place.pair;
+  // In the cache the V heads follow the K heads, as in qkv: together they are 2 num_kv_heads.
+  const i64 head_stride = static_cast<i64>(2 * half_dim) << block_shift;
+  const int total_heads = num_heads + 2 * num_kv_heads;
+#pragma unroll 4
+  for (int h = place.head; h < total_heads; h += place.head_step) {
+    const int column = h * 2 * half_dim + place.pair;
+    const Pairs<T> pairs = Pairs<T>::load(qkv + token * qkv_stride + column, half_dim);
+    T* target = h < num_heads ? q + token * q_stride + column : key + (h - num_heads) * head_stride;
+    const bool is_value = h >= num_heads + num_kv_heads;
+    (is_value ? pairs : pairs.rotated(r)).store(target, half_dim);
+  }
+}

@@ -1,0 +1,105 @@
+import enum
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tinyvllm.driver import calls
+from tinyvllm.driver.calls import CudaError, call, phase, plain, recording, succeeds
+
+
+class Status(enum.IntEnum):
+    SUCCESS = 0
+    NOT_READY = 600
+
+
+class Handle:
+    def __int__(self):
+        return 4096
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    """A few functions in place of the driver's."""
+    functions = {
+        "cuNothing": lambda: (Status.SUCCESS,),
+        "cuOne": lambda x: (Status.SUCCESS, x + 1),
+        "cuTwo": lambda: (Status.SUCCESS, 3, 4),
+        "cuBusy": lambda handle: (Status.NOT_READY, None),
+        "cuGetErrorName": lambda status: (Status.SUCCESS, status.name.encode()),
+        "cuGetErrorString": lambda status: (Status.SUCCESS, b"the device is busy"),
+    }
+    monkeypatch.setattr(calls, "_functions", calls._Functions(functions))
+
+
+def test_results_come_bare():
+    assert call("cuNothing") is None
+    assert call("cuOne", 4) == 5
+    assert call("cuTwo") == (3, 4)
+
+
+def test_failure_says_function_arguments_name_and_explanation():
+    with pytest.raises(CudaError) as caught:
+        call("cuBusy", Handle())
+    assert str(caught.value) == "cuBusy(4096) failed: NOT_READY: the device is busy"
+    assert (caught.value.status, caught.value.name) == (600, "NOT_READY")
+    assert "; loading k" in str(caught.value.with_detail("loading k"))
+
+
+def test_expected_status_is_an_answer():
+    assert succeeds("cuNothing", unless="NOT_READY")
+    assert not succeeds("cuBusy", Handle(), unless="NOT_READY")
+    with pytest.raises(CudaError):
+        succeeds("cuBusy", Handle(), unless="OTHER")
+
+
+def test_recorder_keeps_calls_with_phase_and_thread():
+    with recording() as recorder:
+        with phase("decode"):
+            call("cuOne", 1)
+        thread = threading.Thread(target=call, args=("cuTwo",), name="other")
+        thread.start()
+        thread.join()
+        with pytest.raises(CudaError):
+            call("cuBusy", Handle())
+    call("cuOne", 2)  # recording is over
+    one, two, busy = recorder.calls
+    assert (one.name, one.args, one.result, one.phase) == ("cuOne", (1,), 2, "decode")
+    assert (two.result, two.phase, two.thread) == ((3, 4), "start-up", "other")
+    assert (busy.args, busy.status) == ((4096,), 600)
+    assert one.start <= two.start <= busy.start and one.seconds >= 0
+
+
+def test_phases_nest_and_end_after_errors():
+    with recording() as recorder:
+        with pytest.raises(KeyError), phase("weights"):
+            with phase("compile"):
+                call("cuNothing")
+            call("cuNothing")
+            raise KeyError
+        call("cuNothing")
+    assert [c.phase for c in recorder.calls] == ["compile", "weights", "start-up"]
+
+
+def test_plain_values():
+    assert plain(Status.NOT_READY) == "NOT_READY"
+    assert plain(b"x" * 100) == "<100 bytes>"
+    assert plain([b"ab", Handle(), None, 2.5]) == ("ab", 4096, None, 2.5)
+
+
+def test_bindings_are_imported_on_first_use_only():
+    code = (
+        "import sys, tinyvllm.driver.kernel, tinyvllm.driver.graph, tinyvllm.memory.upload\n"
+        "sys.exit(any(m.startswith('cuda') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_bindings_are_imported_in_one_place():
+    package = Path(calls.__file__).parents[1]
+    pattern = re.compile(r"^\s*(from|import) cuda[. ]", re.MULTILINE)
+    importers = [p.name for p in package.rglob("*.py") if pattern.search(p.read_text())]
+    assert importers == ["calls.py"]

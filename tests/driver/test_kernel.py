@@ -1,0 +1,127 @@
+import numpy as np
+import pytest
+
+from tinyvllm.driver.calls import CudaError, recording
+from tinyvllm.driver.kernel import (
+    KernelLoader,
+    LoadedKernel,
+    PreparedLaunch,
+    _check_limits,
+    _packer,
+)
+from tinyvllm.driver.memory import MemPool, copy_to_host, memset
+from tinyvllm.driver.spec import Kernel
+from tinyvllm.util import InputError
+
+MIX = """
+// Every parameter type, and dynamic shared memory that a launch has to ask for.
+template <int kBlock>
+__global__ void mix(double* out, int a, unsigned b, long long c, unsigned long long d, float e) {
+  extern __shared__ unsigned words[];
+  const int last = int(d >> 32);
+  if (threadIdx.x == 0) words[last] = 5;
+  __syncthreads();
+  if (threadIdx.x == kBlock - 1) {
+    double* o = out + 6 * blockIdx.x;
+    o[0] = a, o[1] = b, o[2] = double(c), o[3] = double(d), o[4] = e, o[5] = words[last];
+  }
+}
+"""
+KERNEL = Kernel("mix.cu", "mix", "ptr out, i32 a, u32 b, i64 c, u64 d, f32 e")
+ARGS = {"out": 4096, "a": -1, "b": 2**32 - 1, "c": -(2**40), "d": 2**63, "e": 0.5}
+LIMITS = LoadedKernel(None, None, 256, 1024, 0, _packer(KERNEL))
+
+
+def test_arguments_are_packed_with_their_types():
+    launch = KERNEL(64).launch((1,), 64, **ARGS)
+    block = PreparedLaunch(launch, LIMITS)._block
+    values = np.frombuffer(block, np.uint8).reshape(2, 6, 8)[1]
+    assert values[0].view(np.uint64)[0] == 4096
+    assert values[1].view(np.int32)[0] == -1
+    assert values[2].view(np.uint32)[0] == 2**32 - 1
+    assert values[3].view(np.int64)[0] == -(2**40)
+    assert values[4].view(np.uint64)[0] == 2**63
+    assert values[5].view(np.float32)[0] == 0.5
+    pointers = np.frombuffer(block, np.uint64)[:6]
+    assert (np.diff(pointers.astype(np.int64)) == 8).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"a": 2**31}, {"b": -1}, {"c": 2**63}, {"out": None}, {"a": 1.5}, {"e": "1"}]
+)
+def test_argument_out_of_range_is_named(change):
+    launch = KERNEL(64).launch((1,), 64, **{**ARGS, **change})
+    (name,) = change
+    with pytest.raises(InputError, match=rf"mix<64>, grid \(1, 1, 1\).*: {name}="):
+        PreparedLaunch(launch, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "grid, block, smem, limit",
+    [
+        ((0,), 64, 0, "2147483647"),
+        ((1, 65536), 64, 0, "65535"),
+        ((1,), 257, 0, "256 threads"),
+        ((1,), 0, 0, "256 threads"),
+        ((1,), 64, 99 * 1024, "101376 bytes"),
+    ],
+)
+def test_launch_beyond_a_limit_is_refused(grid, block, smem, limit):
+    launch = KERNEL(64).launch(grid, block, smem=smem, **ARGS)
+    with pytest.raises(InputError, match=limit):
+        _check_limits(launch, LIMITS, 99 * 1024)
+
+
+@pytest.fixture
+def mix(tmp_path):
+    (tmp_path / "mix.cu").write_text(MIX)
+    return Kernel(str(tmp_path / "mix.cu"), "mix", KERNEL.signature)(64)
+
+
+@pytest.fixture
+def loader(device):
+    with KernelLoader(device) as opened:
+        yield opened
+
+
+@pytest.fixture
+def out(device, stream):
+    """Room for the results of ten blocks."""
+    with MemPool(device, 0, max_bytes=32 << 20) as pool:
+        ptr = pool.alloc(6 * 8 * 10, stream)
+        memset(ptr, 0xFF, 6 * 8 * 10, stream)
+        yield ptr
+        stream.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [0, 11_000, 20_000])  # 44 KB needs no permission, 80 KB does
+def test_launch_passes_every_type_and_shared_memory(mix, loader, out, stream, last):
+    args = {**ARGS, "out": out, "d": (last << 32) + 7}
+    prepared = loader.prepare(mix.launch((10,), 64, smem=4 * (last + 1), **args))
+    for _ in range(3):
+        prepared.run(stream)
+    values = np.empty((10, 6))
+    copy_to_host(values, out, stream)
+    stream.synchronize()
+    expected = [-1, 2**32 - 1, -(2**40), (last << 32) + 7, 0.5, 5]
+    assert (values == expected).all()
+
+
+@pytest.mark.gpu
+def test_running_costs_one_driver_call(mix, loader, out, stream):
+    prepared = loader.prepare(mix.launch((1,), 64, smem=256, **{**ARGS, "out": out, "d": 1}))
+    with recording() as recorder:
+        prepared.run(stream)
+    assert [c.name for c in recorder.calls] == ["cuLaunchKernel"]
+    assert recorder.calls[0].args[1:8] == (1, 1, 1, 64, 1, 1, 256)
+    stream.synchronize()
+
+
+@pytest.mark.gpu
+def test_refused_launch_names_the_kernel(mix, loader, out, stream):
+    launch = mix.launch((1,), 64, smem=256, **{**ARGS, "out": out, "d": 1})
+    prepared = loader.prepare(launch)
+    prepared._head = (*prepared._head[:-1], 1 << 20)  # past the check, for the driver to refuse
+    with pytest.raises(CudaError, match=r"mix<64>, grid \(1, 1, 1\)"):
+        prepared.run(stream)

@@ -1,0 +1,429 @@
+"""Which ops the rules fuse and which not, how they pack weights, and that results stay equal."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from harness import pack, run_numpy
+
+from tinyvllm.model.config import ModelConfig, RopeConfig
+from tinyvllm.model.llama import logprobs_program, score_program, step_program
+from tinyvllm.ops.lower import (
+    GATE_UP_INTERLEAVE,
+    RULES,
+    fuse_add_rms_norm,
+    fuse_matmul_add,
+    fuse_rope_kv_write,
+    fuse_silu_mul,
+    lower,
+    merge_qkv,
+)
+from tinyvllm.ops.numpy_executor import NumpyExecutor
+from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program, concrete
+from tinyvllm.util import DType
+
+K, INNER = 64, 96
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Lowers a program by the given rules alone."""
+
+    def lower_by(program, *rules):
+        monkeypatch.setitem(RULES, "test", list(rules))
+        return lower(program, "test")
+
+    return lower_by
+
+
+def kinds(program):
+    return [op.kind for op in program.ops]
+
+
+def new_program():
+    p = Program("t")
+    p.buffer("x", ("T", K), kind=INPUT)
+    p.buffer("x2", ("T", K), kind=INPUT)
+    return p
+
+
+def linear(p, name, n=K, x="x", bias=False, out_kind="temp"):
+    k = int(p.shape_of(x)[-1])
+    w, b = p.weight(f"{name}.weight", n, k), None
+    if bias:
+        b = p.weight(f"{name}.bias", n)
+    return p.emit("matmul", name, x=x, weight=w, bias=b, out_kind=out_kind)
+
+
+def check_equal(program, lowered, tokens=5, atol=1e-5):
+    """Runs both on random values, with dead buffers poisoned."""
+    rng = np.random.default_rng(0)
+    dims = {"T": tokens}
+    arrays = {b.name: rng.standard_normal(concrete(b.shape, dims), np.float32)
+              for b in program.of_kind(INPUT)}
+    arrays |= {w.name: rng.standard_normal(w.shape, np.float32) / 8
+               for w in program.weights.values()}
+    want, have = (run_numpy(p, dims, arrays) for p in (program, lowered))
+    assert want.keys() == have.keys()
+    for name in want:
+        np.testing.assert_allclose(have[name], want[name], rtol=1e-5, atol=atol, err_msg=name)
+
+
+# Gate and up products with SiLU.
+
+
+def gate_up(**options):
+    p = new_program()
+    gate = linear(p, "gate", INNER, options.get("gate_x", "x"), options.get("gate_bias", False))
+    up = linear(p, "up", INNER, options.get("up_x", "x"), options.get("up_bias", False))
+    if options.get("swapped"):
+        gate, up = up, gate
+    y = p.emit("silu_mul", "y", gate=gate, up=up, out_kind=OUTPUT)
+    if options.get("read_again"):
+        p.emit("add", "z", a=y, b=gate, out_kind=OUTPUT)
+    return p
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_silu_mul_is_fused_with_interleaved_weights(only, bias):
+    p = gate_up(gate_bias=bias, up_bias=bias)
+    lowered = only(p, fuse_silu_mul)
+    assert kinds(lowered) == ["matmul_silu_mul"]
+    assert [part.kind for part in lowered.ops[0].parts] == ["matmul", "matmul", "silu_mul"]
+    assert set(lowered.buffers) == {"x", "y"}, "gate and up exist only inside the op"
+    weight = lowered.weights[lowered.ops[0].operands["weight"]]
+    assert (weight.parts, weight.shape) == (("gate.weight", "up.weight"), (2 * INNER, K))
+    assert weight.interleave == GATE_UP_INTERLEAVE == 8
+    assert len(lowered.weights) == (2 if bias else 1)
+    if bias:
+        packed = lowered.weights[lowered.ops[0].operands["bias"]]
+        assert (packed.parts, packed.shape) == (("gate.bias", "up.bias"), (2 * INNER,))
+        assert packed.interleave == 8
+    check_equal(p, lowered)
+
+
+def test_interleaving_alternates_groups_of_rows(only):
+    lowered = only(gate_up(gate_bias=True, up_bias=True), fuse_silu_mul)
+    gate = np.arange(INNER, dtype=np.float32)
+    arrays = {"gate.weight": np.repeat(gate[:, None], K, 1), "gate.bias": gate}
+    arrays |= {"up.weight": -arrays["gate.weight"] - 1, "up.bias": -gate - 1}
+    for operand in ("weight", "bias"):
+        packed = pack(lowered.weights[lowered.ops[0].operands[operand]], arrays)
+        first_column = packed if packed.ndim == 1 else packed[:, 0]
+        for j in range(INNER // 8):
+            np.testing.assert_array_equal(first_column[16 * j : 16 * j + 8], gate[8 * j : 8 * j + 8])
+            np.testing.assert_array_equal(
+                first_column[16 * j + 8 : 16 * j + 16], -gate[8 * j : 8 * j + 8] - 1
+            )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"read_again": True},
+        {"gate_bias": True},
+        {"up_bias": True},
+        {"up_x": "x2"},
+        {"swapped": True},
+    ],
+)
+def test_silu_mul_is_not_fused_where_that_would_change_the_result(only, options):
+    p = gate_up(**options)
+    assert kinds(only(p, fuse_silu_mul)) == kinds(p)
+
+
+def test_a_product_that_is_an_output_is_kept(only):
+    p = new_program()
+    gate = linear(p, "gate", INNER, out_kind=OUTPUT)
+    p.emit("silu_mul", "y", gate=gate, up=linear(p, "up", INNER), out_kind=OUTPUT)
+    assert kinds(only(p, fuse_silu_mul)) == kinds(p)
+
+
+# Products of one input.
+
+
+def qkv(v_x="x", k_bias=False, v_bias=False):
+    p = new_program()
+    q = linear(p, "q", 128, bias=k_bias)
+    k = linear(p, "k", 64, bias=k_bias)
+    v = linear(p, "v", 64, v_x, bias=v_bias)
+    p.emit("add", "kv", a=k, b=v, out_kind=OUTPUT)
+    p.emit("add", "qq", a=q, b=q, out_kind=OUTPUT)
+    return p
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_one_input_are_stacked_and_their_outputs_become_views(only, bias):
+    p = qkv(k_bias=bias, v_bias=bias)
+    lowered = only(p, merge_qkv)
+    assert kinds(lowered) == ["matmul", "add", "add"]
+    op = lowered.ops[0]
+    joint = op.operands["y"]
+    assert lowered.buffers[joint].shape == ("T", 256)
+    views = {n: (lowered.buffers[n].parent, lowered.buffers[n].column) for n in "qkv"}
+    assert views == {"q": (joint, 0), "k": (joint, 128), "v": (joint, 192)}
+    weight = lowered.weights[op.operands["weight"]]
+    assert (weight.parts, weight.shape, weight.interleave) == (
+        ("q.weight", "k.weight", "v.weight"), (256, K), 0
+    )
+    assert ("bias" in op.operands) == bias
+    assert p.buffers["q"].parent is None, "the original program is untouched"
+    check_equal(p, lowered)
+
+
+def test_products_of_another_input_stay_apart(only):
+    lowered = only(qkv(v_x="x2"), merge_qkv)
+    assert kinds(lowered) == ["matmul", "matmul", "add", "add"]
+    assert lowered.ops[0].parts and not lowered.ops[1].parts
+    check_equal(qkv(v_x="x2"), lowered)
+
+
+def test_products_with_and_without_bias_stay_apart(only):
+    p = qkv(v_bias=True)
+    assert kinds(only(p, merge_qkv)) == kinds(p)
+
+
+# RoPE and KV write.
+
+
+def rope_write(k_read_again=False, order="qkv", merged=True, out_kind="temp"):
+    p = new_program()
+    p.buffer("positions", ("T",), DType.I32, INPUT)
+    p.buffer("token_slots", ("T",), DType.I32, INPUT)
+    p.buffer("block_tables", (1, "SLOTS", "MB"), DType.I32, STATE)
+    p.buffer("kv_cache", ("NB", 1, 2, 1, 8, 64), None, STATE)
+    p.constant("inv_freq", RopeConfig().inv_freq(64))
+    products = {n: linear(p, n, 128 if n == "q" else 64, "x" if merged else n) for n in order}
+    q = p.emit("rope", "rq", x=products["q"], positions="positions", inv_freq="inv_freq",
+               head_dim=64, out_kind=OUTPUT)
+    k = p.emit("rope", "rk", x=products["k"], positions="positions", inv_freq="inv_freq",
+               head_dim=64, out_kind=out_kind)
+    p.emit("kv_write", k=k, v=products["v"], positions="positions", token_slots="token_slots",
+           block_tables="block_tables", kv_cache="kv_cache", layer=0, group=0)
+    if k_read_again:
+        p.emit("add", "kk", a=k, b=k, out_kind=OUTPUT)
+    return p, q
+
+
+def test_rope_and_kv_write_are_fused_after_one_product(only):
+    p, _ = rope_write()
+    lowered = only(p, merge_qkv, fuse_rope_kv_write)
+    assert kinds(lowered) == ["matmul", "rope_kv_write"]
+    assert lowered.ops[1].attrs == {"layer": 0, "group": 0}
+    assert lowered.ops[1].operands["qkv"] == lowered.ops[0].operands["y"]
+    assert "rk" not in lowered.buffers, "roped keys go to the cache only"
+    tokens = 5
+    dims = {"T": tokens, "SLOTS": 2, "MB": 2, "NB": 3}
+    rng = np.random.default_rng(1)
+    arrays = {
+        "x": rng.standard_normal((tokens, K), np.float32),
+        "x2": np.zeros((tokens, K), np.float32),
+        "positions": np.array([3, 4, 5, 9, 0], np.int32),
+        "token_slots": np.array([0, 0, 0, 0, 1], np.int32),
+        "block_tables": np.array([[[2, 0], [1, 1]]], np.int32),
+        "kv_cache": np.full((3, 1, 2, 1, 8, 64), np.nan, np.float32),
+    }
+    arrays |= {w.name: rng.standard_normal(w.shape, np.float32) for w in p.weights.values()}
+    want, have = run_numpy(p, dims, arrays), run_numpy(lowered, dims, arrays)
+    assert np.isfinite(want["kv_cache"]).sum() == tokens * 2 * 64
+    for name in ("rq", "kv_cache"):
+        np.testing.assert_allclose(have[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"k_read_again": True}, {"out_kind": OUTPUT}, {"order": "qvk"}, {"order": "kqv"}],
+)
+def test_rope_is_not_fused_where_keys_are_read_again_or_columns_are_in_another_order(only, options):
+    p, _ = rope_write(**options)
+    lowered = only(p, merge_qkv, fuse_rope_kv_write)
+    assert kinds(lowered)[:4] == ["matmul", "rope", "rope", "kv_write"]
+
+
+def test_rope_of_separate_products_is_not_fused(only):
+    p, _ = rope_write()
+    assert kinds(only(p, fuse_rope_kv_write)) == kinds(p)
+
+
+def test_ropes_of_different_frequencies_are_not_fused(only):
+    p, _ = rope_write()
+    p.constant("other", RopeConfig(theta=5.0).inv_freq(64))
+    rope_k = next(i for i, op in enumerate(p.ops) if op.operands.get("y") == "rk")
+    changed = dataclasses.replace(
+        p.ops[rope_k], operands={**p.ops[rope_k].operands, "inv_freq": "other"}
+    )
+    p.ops[rope_k] = changed
+    lowered = only(p, merge_qkv, fuse_rope_kv_write)
+    assert kinds(lowered) == ["matmul", "rope", "rope", "kv_write"]
+
+
+# Residual adds.
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_residual_add_joins_the_product(only, swapped, bias):
+    p = new_program()
+    d = linear(p, "d", bias=bias)
+    a, b = (d, "x2") if swapped else ("x2", d)
+    p.emit("add", "y", a=a, b=b, out_kind=OUTPUT)
+    lowered = only(p, fuse_matmul_add)
+    assert kinds(lowered) == ["matmul_add"]
+    assert lowered.ops[0].operands["residual"] == "x2"
+    assert ("bias" in lowered.ops[0].operands) == bias
+    assert "d" not in lowered.buffers
+    check_equal(p, lowered)
+
+
+def test_residual_add_stays_where_the_product_is_read_again(only):
+    p = new_program()
+    d = linear(p, "d")
+    y = p.emit("add", "y", a="x2", b=d)
+    p.emit("add", "z", a=y, b=d, out_kind=OUTPUT)
+    assert kinds(only(p, fuse_matmul_add)) == ["matmul", "add", "add"]
+
+
+def test_product_added_to_itself_stays(only):
+    p = new_program()
+    d = linear(p, "d")
+    p.emit("add", "y", a=d, b=d, out_kind=OUTPUT)
+    assert kinds(only(p, fuse_matmul_add)) == ["matmul", "add"]
+
+
+def test_merged_products_take_no_residual(only):
+    p = qkv()
+    p.ops = [op for op in p.ops if op.operands.get("y") != "kv"]
+    assert kinds(only(p, merge_qkv, fuse_matmul_add)) == ["matmul", "add"]
+
+
+def test_add_joins_the_norm_and_the_sum_is_kept(only):
+    p = new_program()
+    p.weight("norm", K)
+    s = p.emit("add", "s", a="x", b="x2")
+    h = p.emit("rms_norm", "h", x=s, weight="norm", eps=1e-5)
+    p.emit("add", "y", a=s, b=h, out_kind=OUTPUT)
+    lowered = only(p, fuse_add_rms_norm)
+    assert kinds(lowered) == ["add_rms_norm", "add"]
+    operands = lowered.ops[0].operands
+    assert (operands["sum"], operands["y"]) == ("s", "h")
+    assert lowered.ops[0].attrs == {"eps": 1e-5}
+    check_equal(p, lowered)
+
+
+def test_a_norm_of_something_else_stays(only):
+    p = new_program()
+    p.weight("norm", K)
+    p.emit("add", "s", a="x", b="x2", out_kind=OUTPUT)
+    p.emit("rms_norm", "h", x="x", weight="norm", eps=1e-5, out_kind=OUTPUT)
+    assert kinds(only(p, fuse_add_rms_norm)) == ["add", "rms_norm"]
+
+
+# The whole model.
+
+
+def llama(**options):
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=97, hidden_size=96, intermediate_size=80,
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64,
+        tie_word_embeddings=True, attention_bias=False, mlp_bias=False, dtype=DType.BF16,
+        bos_token_id=None, eos_token_ids=(),
+    )
+    return dataclasses.replace(config, **options)
+
+
+def run_steps(program, weights, limits):
+    """A step with two prompts, one of them begun, then one that also decodes the first."""
+    states = {b.name: np.zeros(concrete(b.shape, limits), b.dtype.storage if b.dtype else np.float32)
+              for b in program.of_kind(STATE)}
+    states["kv_cache"][:] = np.nan
+    executor = NumpyExecutor([program], weights, states, limits, poison=True)
+
+    def step(prompts, decodes, joins, blocks, samples, dims):
+        ids = [-1] * decodes + [i for _, prompt in prompts for i in prompt]
+        lengths = [1] * decodes + [len(prompt) for _, prompt in prompts]
+        rows = [0] * decodes + [slot for slot, _ in prompts]
+        inputs = {
+            "edit_counts": [len(joins), len(blocks)],
+            "row_edits": np.reshape([[s, 0, 0, 0, 0, 0, 0, 0] for s in joins], (-1, 8)),
+            "block_edits": np.reshape(blocks, (-1, 4)),
+            "batch_slots": rows,
+            "query_start": np.cumsum([0, *lengths]),
+            "sample_rows": samples,
+            "prompt_ids": ids,
+        }
+        sizes = {"T": len(ids), "R": len(rows), "R1": len(rows) + 1, "S": len(samples),
+                 "D": decodes, "Q": 8, "C": 32, **dims}
+        arrays = {n: np.array(v, np.int32) for n, v in inputs.items()}
+        outputs = ("logits", "tokens", "hidden")
+        return executor.run(program.name, sizes, arrays, outputs).get()
+
+    first = step([(0, [5, 9, 1, 96, 33]), (1, [7, 7, 2])], 0, [0, 1],
+                 [(0, 0, 0, 3), (0, 1, 0, 1)], [0], {})
+    second = step([(1, [8, 0, 4, 11, 23, 50])], 1, [], [(0, 1, 1, 0)], [0, 1], {})
+    return [first, second], states
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_word_embeddings": False},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_attention_heads": 3, "head_dim": 128, "mlp_bias": True},
+    ],
+)
+def test_lowered_model_equals_the_primitive_one(phase, options):
+    config = llama(**options)
+    program = step_program(config, "step", block_size=8)
+    lowered = lower(program, phase)
+    rng = np.random.default_rng(2)
+    weights = {w.name: rng.standard_normal(w.shape, np.float32) / np.sqrt(w.shape[-1])
+               for w in program.weights.values()}
+    weights |= {name: 1 + w for name, w in weights.items() if name.endswith("norm.weight")}
+    limits = {"T": 12, "R": 4, "R1": 5, "S": 4, "D": 4, "Q": 16, "C": 64, "SLOTS": 4, "MB": 4,
+              "NB": 6, "E": 4, "B": 8}
+    want, want_states = run_steps(program, weights, limits)
+    have, have_states = run_steps(lowered, weights, limits)
+    assert np.isfinite(want[1]["logits"]).all()
+    for before, after in zip(want, have, strict=True):
+        assert before["logits"].std() > 0.1
+        np.testing.assert_array_equal(after["tokens"], before["tokens"])
+        for name in ("logits", "hidden"):
+            scale = np.abs(before[name]).max()
+            np.testing.assert_allclose(after[name], before[name], rtol=1e-5, atol=1e-5 * scale)
+    for name, state in want_states.items():
+        np.testing.assert_allclose(have_states[name], state, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_llama_layers_become_the_fused_ops(bias):
+    program = step_program(llama(attention_bias=bias, mlp_bias=bias), "step", block_size=8)
+    tail = ["select_rows", "rms_norm", "matmul", "sample", "advance_rows"]
+    head = ["apply_edits", "step_inputs", "embedding"]
+    layer = ["rms_norm", "matmul", "rope_kv_write", "attention", "matmul_add", "rms_norm",
+             "matmul_silu_mul", "matmul_add"]
+    assert kinds(lower(program, "prefill")) == head + 3 * layer + tail
+    layer = ["matmul", "rope_kv_write", "attention", "matmul", "add_rms_norm", "matmul_silu_mul",
+             "matmul"]
+    decode = [*head, "rms_norm", *layer, "add_rms_norm", *layer, "add_rms_norm", *layer, "add"]
+    assert kinds(lower(program, "decode")) == decode + tail
+    assert kinds(lower(program, "primitive")) == kinds(program)
+
+
+def test_all_phases_pack_weights_alike():
+    """One copy of the weights serves every phase."""
+    program = step_program(llama(attention_bias=True, mlp_bias=True), "step", block_size=8)
+    prefill, decode = (lower(program, phase).weights for phase in ("prefill", "decode"))
+    assert prefill == decode
+    parts = sorted(part for weight in prefill.values() for part in weight.parts)
+    assert parts == sorted(program.weights), "each tensor of the checkpoint in one place"
+
+
+@pytest.mark.parametrize("make", [logprobs_program, score_program])
+def test_programs_that_follow_need_only_weights_of_the_step(make):
+    config = llama(tie_word_embeddings=False)
+    step = lower(step_program(config, "step", block_size=8), "prefill")
+    for name, weight in make(config, "follow").weights.items():
+        assert step.weights[name] == weight

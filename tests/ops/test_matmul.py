@@ -1,0 +1,250 @@
+"""Matrix products: the reference, the choice of tiles, and the kernels at awkward shapes."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from ops.harness import check_cuda, run_cuda, run_numpy
+
+from tinyvllm.driver.compiler import cuda_src_dir
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.memory.array import DeviceArray
+from tinyvllm.ops import matmul
+from tinyvllm.ops.lower import lower
+from tinyvllm.ops.op import Operands
+from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
+from tinyvllm.util import DType
+
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30)
+ROWS = [1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 64, 65, 127, 130, 257]
+SHAPES = [(1, 8), (7, 40), (48, 1032), (64, 576), (576, 1032), (1000, 2048), (1536, 576)]
+
+
+def product(N, K, *, bias=False, dtype=None):
+    p = Program("test")
+    x = p.buffer("x", ("T", K), kind=INPUT)
+    p.emit("matmul", "y", x=x, weight=p.weight("w", N, K), bias=p.weight("b", N) if bias else None,
+           dtype=dtype, out_kind=OUTPUT)
+    return p
+
+
+def residual_product(N, K, *, bias=False):
+    p = product(N, K, bias=bias)
+    p.buffers["y"] = Buffer("y", ("T", N), None)
+    residual = p.buffer("residual", ("T", N), kind=INPUT)
+    p.emit("add", "sum", a=residual, b="y", out_kind=OUTPUT)
+    return p
+
+
+def gated_product(N, K, *, bias=False):
+    p = Program("test")
+    x = p.buffer("x", ("T", K), kind=INPUT)
+    gate, up = (
+        p.emit("matmul", n, x=x, weight=p.weight(f"{n}.w", N, K),
+               bias=p.weight(f"{n}.b", N) if bias else None)
+        for n in ("gate", "up")
+    )
+    p.emit("silu_mul", "y", gate=gate, up=up, out_kind=OUTPUT)
+    return p
+
+
+def random_arrays(program, M, seed=0):
+    """Standard normal inputs, weights scaled so that results are of order one."""
+    rng = np.random.default_rng(seed)
+    arrays = {
+        b.name: rng.standard_normal((M, b.shape[1]), np.float32) for b in program.of_kind(INPUT)
+    }
+    for w in program.weights.values():
+        scale = 1 if len(w.shape) == 1 else w.shape[1] ** -0.5
+        arrays[w.name] = rng.standard_normal(w.shape, np.float32) * np.float32(scale)
+    return arrays
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_reference_equals_float64_product(bias):
+    program = product(7, 40, bias=bias)
+    arrays = random_arrays(program, 5)
+    expected = arrays["x"].astype(float) @ arrays["w"].astype(float).T
+    if bias:
+        expected += arrays["b"]
+    np.testing.assert_allclose(run_numpy(program, {"T": 5}, arrays)["y"], expected, atol=1e-5)
+
+
+def test_reference_writes_into_column_views():
+    wide = np.full((3, 20), np.nan, np.float32)
+    x, weight = np.ones((3, 8), np.float32), np.ones((4, 8), np.float32)
+    matmul.Matmul().reference(Operands(x=x, weight=weight, bias=None, y=wide[:, 8:12]))
+    assert (wide[:, 8:12] == 8).all()
+    assert np.isnan(wide[:, :8]).all() and np.isnan(wide[:, 12:]).all()
+
+
+def test_depth_must_be_a_multiple_of_8():
+    with pytest.raises(ValueError, match="K=12 must be a multiple of 8"):
+        product(16, 12)
+
+
+def operands(M, N, K, act=DType.BF16, dtype=None):
+    return Operands(
+        x=DeviceArray(0, (M, K), act), weight=DeviceArray(0, (N, K), act), bias=None,
+        residual=None, y=DeviceArray(0, (M, N), dtype or act), act=act, dims={}, scratch=0,
+    )
+
+
+@pytest.mark.parametrize("M, N, K", [(1, 1, 8), (16, 49153, 576), (17, 7, 40), (257, 1000, 2048),
+                                     (8192, 16384, 2048), (33, 128256, 2048)])
+def test_grid_covers_the_result_without_idle_blocks(M, N, K):
+    launch = matmul.matmul_launch(operands(M, N, K), H200)
+    tile = matmul.choose_tile(M, N, 132)
+    rows, cols = (M, matmul.FEW_ROWS_COLS) if tile is None else (tile.rows, tile.cols)
+    assert launch.grid == (-(-M // rows) * -(-N // cols), 1, 1)
+    assert launch.block <= 512
+
+
+def test_few_rows_kernel_is_chosen_by_rows_alone():
+    for N in (1, 2048, 128256):
+        for sms in (1, 30, 132):
+            assert matmul.choose_tile(16, N, sms) is None
+            assert matmul.choose_tile(17, N, sms) is not None
+
+
+@pytest.mark.parametrize("M, N, rows, cols", [
+    (8192, 2048, 128, 128),
+    (8192, 16384, 128, 128),
+    (256, 2048, 64, 64),  # 128 tiles for 132 SMs; of 128 x 128 there would be 32
+    (32, 2048, 32, 32),
+    (32, 16384, 32, 64),
+])
+def test_tiles_fill_the_card(M, N, rows, cols):
+    assert matmul.choose_tile(M, N, 132)[:2] == (rows, cols)
+
+
+@pytest.mark.parametrize("tile", matmul.TILES)
+def test_tiles_fit_fragments_and_shared_memory(tile):
+    assert tile.rows % (16 * tile.warps_m) == 0 and tile.cols % (16 * tile.warps_n) == 0
+    assert tile.smem <= 99 << 10  # what a block may have on sm_86, sm_89 and sm_120
+
+
+def test_few_rows_shared_memory_fits_at_any_depth():
+    partial = matmul.FEW_ROWS_WARPS * 16 * 20 * 4
+    for K in (8, 40, 576, 2048, 8192, 65536):
+        assert 1 <= matmul.few_rows_warps(K) <= matmul.FEW_ROWS_WARPS
+        launch = matmul.matmul_launch(operands(1, 16, K), H200)
+        assert launch.smem + partial <= 99 << 10
+        assert launch.block == 32 * matmul.few_rows_warps(K)
+
+
+def test_constants_agree_with_the_kernels():
+    def constant(file, name):
+        text = (cuda_src_dir() / file).read_text()
+        return re.search(rf"constexpr int {name} = ([^;]+);", text)[1]
+
+    few = "matmul_few_rows.cu"
+    assert int(constant(few, "kTileCols")) == matmul.FEW_ROWS_COLS
+    assert int(constant(few, "kStepK")) == matmul.FEW_ROWS_STEP
+    assert int(constant(few, "kRing")) == matmul.FEW_ROWS_RING
+    assert int(constant(few, "kMaxWarps")) == matmul.FEW_ROWS_WARPS
+    assert constant(few, "kStepBytes") == "2 * 16 * kWarpSize"
+    assert matmul.FEW_ROWS_STEP_BYTES == 2 * 16 * 32
+    assert int(constant("matmul.cu", "kTileK")) == matmul.TILE_K
+
+
+def test_cost_counts_each_operand_once():
+    cost = matmul.Matmul().cost(operands(3, 16, 8, dtype=DType.F32))
+    assert cost.bytes == 2 * (3 * 8 + 16 * 8) + 4 * 3 * 16
+    assert cost.flops == 2 * 3 * 16 * 8
+
+
+def test_silu_product_needs_twice_the_rows():
+    program = SimpleNamespace(shape_of={"x": ("T", 8), "w": (48, 8), "y": ("T", 16)}.__getitem__)
+    op = SimpleNamespace(kind="matmul_silu_mul", operands={"x": "x", "weight": "w", "y": "y"},
+                         attrs={})
+    with pytest.raises(ValueError, match="48 weight rows for 16 columns"):
+        matmul.MatmulSiluMul().check(program, op)
+
+
+def assert_product(actual, arrays, act):
+    """Within float32 rounding of the exact product of the rounded inputs.
+
+    The bound is a small fraction of one term of the sum, so one wrong or missing element shows.
+    """
+    x, w = (act.round(arrays[n]).astype(float) for n in ("x", "w"))
+    wrong = np.argwhere(~(np.abs(actual - x @ w.T) <= 1e-5 * (np.abs(x) @ np.abs(w).T)))
+    assert len(wrong) == 0, f"{len(wrong)} of {actual.size} wrong, at {wrong[:4].tolist()} ..."
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
+@pytest.mark.parametrize("N, K", SHAPES)
+def test_kernel_float32_results(device, N, K, act):
+    program = product(N, K, dtype=DType.F32)
+    for M in ROWS:
+        arrays = random_arrays(program, M, seed=M)
+        actual = run_cuda(device, program, {"T": M}, arrays, act, {"T": M + 5})["y"]
+        assert_product(actual, arrays, act)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [3, 130])
+def test_kernel_odd_vocabulary(device, M):
+    program = product(49153, 64, dtype=DType.F32)
+    arrays = random_arrays(program, M)
+    assert_product(run_cuda(device, program, {"T": M}, arrays)["y"], arrays, DType.BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, N", [(256, 2048), (1100, 1544)])
+def test_kernel_larger_tiles(device, M, N):
+    """64 x 64, and 128 x 128 with two groups of tiles along M and ragged edges."""
+    program = product(N, 136, dtype=DType.F32)
+    arrays = random_arrays(program, M)
+    assert_product(run_cuda(device, program, {"T": M}, arrays)["y"], arrays, DType.BF16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
+@pytest.mark.parametrize("build", [product, residual_product, gated_product])
+@pytest.mark.parametrize("M, N, K", [(1, 64, 576), (7, 40, 40), (16, 1536, 2048), (33, 576, 1032),
+                                     (130, 1000, 576), (1100, 1544, 64)])
+def test_kernel_epilogues(device, build, M, N, K, act):
+    for bias in (False, True):
+        program = build(N, K, bias=bias)
+        arrays = random_arrays(program, M)
+        check_cuda(device, program, lower(program, "prefill"), {"T": M}, arrays, act,
+                   {"T": M + 5})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", [product, residual_product])
+@pytest.mark.parametrize("M", [2, 33])
+def test_kernel_odd_columns_with_epilogue(device, build, M):
+    program = build(49, 40, bias=True)
+    check_cuda(device, program, lower(program, "prefill"), {"T": M}, random_arrays(program, M))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [5, 65])
+def test_kernel_column_views(device, M):
+    """Outputs into, and input from, columns of a wider buffer."""
+    program = Program("test")
+    x = program.buffer("x", ("T", 72), kind=INPUT)
+    program.buffer("wide", ("T", 64), kind=OUTPUT)
+    for name, column, width in (("left", 0, 24), ("right", 24, 40)):
+        program.buffers[name] = Buffer(name, ("T", width), None, parent="wide", column=column)
+        program.emit("matmul", x=x, weight=program.weight(f"{name}.w", width, 72), y=name)
+    program.emit("matmul", "y", x="right", weight=program.weight("w", 16, 40), out_kind=OUTPUT)
+    check_cuda(device, program, program, {"T": M}, random_arrays(program, M))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [8, 65])
+def test_kernel_is_reproducible_and_few_rows_do_not_depend_on_their_number(device, M):
+    program = product(1000, 2048, dtype=DType.F32)
+    arrays = random_arrays(program, M)
+    first = run_cuda(device, program, {"T": M}, arrays)["y"]
+    np.testing.assert_array_equal(run_cuda(device, program, {"T": M}, arrays)["y"], first)
+    if M <= matmul.FEW_ROWS_MAX:
+        for rows in (1, 3):
+            part = arrays | {"x": arrays["x"][:rows]}
+            alone = run_cuda(device, program, {"T": rows}, part)["y"]
+            np.testing.assert_array_equal(alone, first[:rows])

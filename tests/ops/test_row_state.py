@@ -1,0 +1,138 @@
+"""The state of running sequences against a plain loop over rows and tokens."""
+
+import numpy as np
+import pytest
+from harness import run_cuda, run_numpy
+
+from tinyvllm.memory.array import DeviceArray
+from tinyvllm.ops.op import Operands
+from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
+from tinyvllm.ops.registry import op_def
+from tinyvllm.util import DType
+
+GARBAGE = np.int32(-0x01010102)
+I32 = DType.I32
+STEP_OUTPUTS = {"token_ids": "T", "positions": "T", "token_slots": "T", "seq_lens": "R",
+                "sample_index": "S", "sample_slots": "S", "sample_positions": "S"}
+
+
+def program() -> Program:
+    """Edits, inputs of a step, and the advance by given tokens."""
+    p = Program("t")
+    for name in ("row_position", "row_token"):
+        p.buffer(name, ("SLOTS",), I32, STATE)
+    p.buffer("row_temperature", ("SLOTS",), DType.F32, STATE)
+    p.buffer("row_seed", ("SLOTS", 2), I32, STATE)
+    p.buffer("block_tables", (2, "SLOTS", "MB"), I32, STATE)
+    for name, shape in (("edit_counts", (2,)), ("row_edits", ("E", 8)), ("batch_slots", ("R",)),
+                        ("query_start", ("R1",)), ("sample_rows", ("S",)), ("tokens", ("S",)),
+                        ("block_edits", ("B", 4)), ("prompt_ids", ("T",))):
+        p.buffer(name, shape, I32, INPUT)
+    for name, size in STEP_OUTPUTS.items():
+        p.buffer(name, (size,), I32, OUTPUT)
+    for kind in ("apply_edits", "step_inputs", "advance_rows"):
+        op = op_def(kind)
+        p.emit(kind, **{name: name for name in (*op.reads, *op.writes)})
+    return p
+
+
+def case(R: int, S: int, longest: int, edits: int, seed: int = 0):
+    """(dims, arrays) of a step with R rows of up to `longest` tokens."""
+    rng = np.random.default_rng(seed)
+    slots, table_len = R + 3, 5
+
+    def ints(high, *shape):
+        return rng.integers(0, high, shape).astype(np.int32)
+
+    lengths = rng.integers(1, longest + 1, R)
+    query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    T = int(query_start[-1])
+    row_edits = np.full((edits + 2, 8), GARBAGE)
+    row_edits[:edits, 0] = rng.permutation(slots)[:edits]
+    row_edits[:edits, 1:3] = ints(1000, edits, 2)
+    row_edits[:edits, 3] = rng.random(edits, np.float32).view(np.int32)
+    row_edits[:edits, 4:6] = rng.integers(-(2**31), 2**31, (edits, 2))
+    places = rng.permutation(2 * slots * table_len)[: 2 * edits]
+    block_edits = np.full((2 * edits + 300, 4), GARBAGE)
+    block_edits[: 2 * edits, :3] = np.stack(np.unravel_index(places, (2, slots, table_len)), 1)
+    block_edits[: 2 * edits, 3] = ints(10**6, 2 * edits)
+    prompt_ids = ints(50000, T)
+    prompt_ids[rng.random(T) < 0.3] = -1
+    arrays = {
+        "row_position": ints(1000, slots), "row_token": ints(50000, slots),
+        "row_temperature": rng.random(slots, np.float32), "row_seed": ints(2**31, slots, 2),
+        "block_tables": ints(1000, 2, slots, table_len),
+        "edit_counts": np.array([edits, 2 * edits], np.int32),
+        "row_edits": row_edits, "block_edits": block_edits,
+        "batch_slots": rng.permutation(slots)[:R].astype(np.int32), "query_start": query_start,
+        "sample_rows": np.sort(rng.permutation(R)[:S]).astype(np.int32), "tokens": ints(50000, S),
+        "prompt_ids": prompt_ids,
+    }
+    dims = {"T": T, "R": R, "R1": R + 1, "S": S, "SLOTS": slots, "MB": table_len,
+            "E": len(row_edits), "B": len(block_edits)}
+    return dims, arrays
+
+
+def expected(dims, arrays) -> dict[str, np.ndarray]:
+    """What the three ops must do, one row and token at a time."""
+    state = {n: arrays[n].copy() for n in ("row_position", "row_token", "row_temperature",
+                                           "row_seed", "block_tables")}
+    for slot, position, token, temperature, low, high, *_ in (
+        arrays["row_edits"][: arrays["edit_counts"][0]].tolist()
+    ):
+        state["row_position"][slot], state["row_token"][slot] = position, token
+        state["row_temperature"][slot] = np.array(temperature, np.int32).view(np.float32)
+        state["row_seed"][slot] = low, high
+    for group, slot, index, block in arrays["block_edits"][: arrays["edit_counts"][1]].tolist():
+        state["block_tables"][group, slot, index] = block
+    out: dict[str, list[int]] = {name: [] for name in STEP_OUTPUTS}
+    starts, slots = arrays["query_start"].tolist(), arrays["batch_slots"].tolist()
+    for r, slot in enumerate(slots):
+        position = int(state["row_position"][slot])
+        for t in range(starts[r], starts[r + 1]):
+            given = int(arrays["prompt_ids"][t])
+            out["token_ids"].append(given if given >= 0 else int(state["row_token"][slot]))
+            out["positions"].append(position + t - starts[r])
+            out["token_slots"].append(slot)
+        out["seq_lens"].append(position + starts[r + 1] - starts[r])
+    for r in arrays["sample_rows"].tolist():
+        out["sample_index"].append(starts[r + 1] - 1)
+        out["sample_slots"].append(slots[r])
+        out["sample_positions"].append(out["seq_lens"][r])
+    state["row_position"][slots] = out["seq_lens"]
+    state["row_token"][out["sample_slots"]] = arrays["tokens"]
+    return state | {name: np.array(values, np.int32) for name, values in out.items()}
+
+
+CASES = [(1, 1, 1, 0), (1, 0, 9, 1), (7, 7, 1, 3), (17, 5, 40, 17), (300, 300, 3, 300)]
+
+
+@pytest.mark.parametrize(("R", "S", "longest", "edits"), CASES)
+def test_reference(R, S, longest, edits):
+    dims, arrays = case(R, S, longest, edits)
+    out = run_numpy(program(), dims, arrays)
+    for name, want in expected(dims, arrays).items():
+        np.testing.assert_array_equal(out[name], want, err_msg=name)
+
+
+def test_launches_cover_the_longest_of_the_sizes():
+    def grid(T, R, S):
+        op, sizes = op_def("step_inputs"), {"T": T, "R": R, "R1": R + 1, "S": S, "SLOTS": 9}
+        shapes = {**op.reads, **op.writes}
+        a = Operands(**{n: DeviceArray(0, (sizes[shapes[n][0]],), I32) for n in shapes})
+        return [launch.grid[0] for launch in op.launches(a, None)]
+
+    assert grid(0, 0, 0) == []
+    assert grid(1, 1, 0) == [1]
+    assert grid(257, 1, 1) == [2]
+    assert grid(256, 256, 256) == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("R", "S", "longest", "edits"), [*CASES, (3, 2, 3000, 2)])
+def test_kernels(device, R, S, longest, edits):
+    dims, arrays = case(R, S, longest, edits)
+    limits = {n: dims[n] + 5 for n in ("T", "R", "R1", "S")}
+    out = run_cuda(device, program(), dims, arrays, limits=limits)
+    for name, want in expected(dims, arrays).items():
+        np.testing.assert_array_equal(out[name], want, err_msg=name)

@@ -1,0 +1,72 @@
+"""The engine's options, in one frozen dataclass; the command line is generated from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from tinyvllm.util import InputError
+
+BLOCK_SIZES = (8, 16, 32, 64)
+DTYPES = ("auto", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+KERNEL_PATHS = ("auto", "portable")
+
+
+def option(default: Any, help: str, choices: tuple | None = None) -> Any:
+    """A dataclass field with the help text and choices that the command line shows."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every option of the engine, with vLLM's names where vLLM has the option.
+
+    Raises InputError, naming the option, the value and the limit, for a value out of range.
+    """
+
+    model: str = option("", "directory, GGUF file, hub name or preset")
+    dtype: str = option("auto", "type of weights, activations and KV cache on the GPU", DTYPES)
+    max_model_len: int | None = option(None, "longest prompt + output in tokens (default: model's)")
+    gpu_memory_utilization: float = option(0.75, "share of the memory free at start to use")
+    max_num_seqs: int = option(256, "most sequences in one step")
+    max_num_batched_tokens: int = option(8192, "most tokens in one step")
+    block_size: int = option(16, "tokens in one KV block", BLOCK_SIZES)
+    seed: int = option(0, "seed of requests that set none")
+    load_format: str = option("auto", "where the weights come from", LOAD_FORMATS)
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    kernel_path: str = option("auto", "portable: only kernels that run from sm_80 up", KERNEL_PATHS)
+    release_threshold: float = option(0.9, "share of the budget that the pool keeps when freed")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            choices = f.metadata["choices"]
+            if choices and getattr(self, f.name) not in choices:
+                allowed = ", ".join(map(str, choices))
+                raise InputError(f"{f.name}={getattr(self, f.name)!r}: must be one of {allowed}")
+        self._check_int("max_num_seqs", 1, 4096)
+        self._check_int("max_num_batched_tokens", 1, 1 << 20)
+        self._check_int("seed", 0, (1 << 63) - 1)
+        if self.max_model_len is not None:
+            self._check_int("max_model_len", 1, 1 << 24)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InputError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
+                f"max_num_seqs={self.max_num_seqs}, since each running sequence takes a token a step"
+            )
+        for name in ("gpu_memory_utilization", "release_threshold"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InputError(f"{name}={value!r}: must be a number")
+            if not 0 < value <= 1:
+                raise InputError(f"{name}={value}: must be above 0 and at most 1")
+        name, _, index = self.device.partition(":")
+        if self.device not in ("auto", "cpu", "cuda") and not (name == "cuda" and index.isdigit()):
+            raise InputError(f"device={self.device!r}: must be auto, cpu, cuda or cuda:N")
+
+    def _check_int(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InputError(f"{name}={value!r}: must be an integer")
+        if not low <= value <= high:
+            raise InputError(f"{name}={value}: must be from {low} to {high}")

@@ -1,0 +1,184 @@
+"""The device, its primary context, and what orders work on it: streams and events."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from tinyvllm.driver.calls import CudaError, call, driver_api, succeeds
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.util import InputError
+
+MIN_CUDA = 13000  # as cuDriverGetVersion counts; driver 580 is the first with CUDA 13.0
+MIN_COMPUTE_CAPABILITY = (8, 0)
+
+
+NO_BINDINGS = "The package cuda-python is not installed."
+NO_DRIVER = "No NVIDIA driver is installed (libcuda.so.1 was not found)."
+NO_GPU = "The NVIDIA driver sees no GPU."
+
+
+def cuda_unavailable() -> str | None:
+    """None when CUDA can be used, else one sentence that says why not."""
+    try:
+        version = call("cuDriverGetVersion")
+        if version < MIN_CUDA:
+            return (
+                f"The NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}; "
+                f"tinyvllm needs CUDA 13.0, which comes with driver 580 or newer."
+            )
+        call("cuInit", 0)
+        if call("cuDeviceGetCount") == 0:
+            return NO_GPU
+    except ImportError:
+        return NO_BINDINGS
+    except CudaError as error:
+        if error.name == "CUDA_ERROR_NO_DEVICE":
+            return NO_GPU
+        return f"The NVIDIA driver cannot start: {error.name}: {error.explanation}."
+    except RuntimeError:  # what the bindings raise when libcuda cannot be loaded
+        return NO_DRIVER
+    return None
+
+
+class Closing:
+    """A context manager around `close()`, which may be called more than once."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Device(Closing):
+    """GPU number `index` with its primary context, current in the thread that made it.
+
+    `kernel_path` is "auto" (the fastest that the GPU runs) or "portable".
+    Raises InputError for an index that does not exist and for a GPU that is too old.
+    """
+
+    def __init__(self, index: int = 0, kernel_path: str = "auto") -> None:
+        call("cuInit", 0)
+        count = call("cuDeviceGetCount")
+        if not 0 <= index < count:
+            raise InputError(f"device cuda:{index}: the driver sees {count} GPU(s), from cuda:0 on")
+        self.index = index
+        self.handle = call("cuDeviceGet", index)
+        self.info = _device_info(self.handle, kernel_path)
+        self._context: Any = call("cuDevicePrimaryCtxRetain", self.handle)
+        self.make_current()
+
+    def make_current(self) -> None:
+        """Makes the context current in the calling thread; needed once in each thread."""
+        call("cuCtxSetCurrent", self._context)
+
+    def mem_info(self) -> tuple[int, int]:
+        """(free, total) bytes of device memory."""
+        free, total = call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def synchronize(self) -> None:
+        """Waits for all work on the device."""
+        call("cuCtxSynchronize")
+
+    def attribute(self, name: str) -> int:
+        """A device attribute, named without its prefix CU_DEVICE_ATTRIBUTE_."""
+        return _attribute(self.handle, name)
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._context = None
+            call("cuDevicePrimaryCtxRelease", self.handle)
+
+
+def _attribute(handle: Any, name: str) -> int:
+    key = getattr(driver_api().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(call("cuDeviceGetAttribute", key, handle))
+
+
+def _device_info(handle: Any, kernel_path: str) -> DeviceInfo:
+    capability = (
+        _attribute(handle, "COMPUTE_CAPABILITY_MAJOR"),
+        _attribute(handle, "COMPUTE_CAPABILITY_MINOR"),
+    )
+    name = call("cuDeviceGetName", 256, handle).split(b"\0")[0].decode()
+    if capability < MIN_COMPUTE_CAPABILITY:
+        raise InputError(
+            f"{name} has compute capability {capability[0]}.{capability[1]}: "
+            "tinyvllm needs 8.0 (Ampere) or newer"
+        )
+    return DeviceInfo(
+        name=name,
+        compute_capability=capability,
+        num_sms=_attribute(handle, "MULTIPROCESSOR_COUNT"),
+        smem_per_block=_attribute(handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        l2_bytes=_attribute(handle, "L2_CACHE_SIZE"),
+        total_memory=int(call("cuDeviceTotalMem", handle)),
+        # wgmma, TMA and setmaxnreg as the Hopper kernels use them exist on 9.0 alone.
+        kernel_path="hopper" if capability == (9, 0) and kernel_path == "auto" else "portable",
+    )
+
+
+class Event(Closing):
+    """A point in a stream's work. `timing=True` makes `elapsed_ms` possible."""
+
+    def __init__(self, timing: bool = False) -> None:
+        flags = driver_api().CUevent_flags
+        flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
+        self.handle: Any = call("cuEventCreate", int(flag))
+
+    def record(self, stream: Stream) -> None:
+        """Marks the work given to `stream` so far."""
+        call("cuEventRecord", self.handle, stream.handle)
+
+    def synchronize(self) -> None:
+        """Waits until the marked work is done; returns at once if nothing was recorded."""
+        call("cuEventSynchronize", self.handle)
+
+    def query(self) -> bool:
+        """Whether the marked work is done."""
+        return succeeds("cuEventQuery", self.handle, unless="CUDA_ERROR_NOT_READY")
+
+    def elapsed_ms(self, start: Event) -> float:
+        """Milliseconds of device time from `start` to this event, both recorded with timing."""
+        return float(call("cuEventElapsedTime", start.handle, self.handle))
+
+    def close(self) -> None:
+        if self.handle is not None:
+            handle, self.handle = self.handle, None
+            call("cuEventDestroy", handle)
+
+
+class Stream(Closing):
+    """An ordered queue of work in the current context, independent of the null stream."""
+
+    def __init__(self) -> None:
+        flag = driver_api().CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.handle: Any = call("cuStreamCreate", int(flag))
+
+    def synchronize(self) -> None:
+        """Waits for all work given to this stream."""
+        call("cuStreamSynchronize", self.handle)
+
+    def wait(self, event: Event) -> None:
+        """Later work of this stream waits for `event`; the host does not."""
+        call("cuStreamWaitEvent", self.handle, event.handle, 0)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether work given to this stream goes into a graph instead of running."""
+        return int(call("cuStreamIsCapturing", self.handle)) != 0
+
+    def close(self) -> None:
+        if self.handle is not None:
+            handle, self.handle = self.handle, None
+            call("cuStreamDestroy", handle)

@@ -1,0 +1,156 @@
+"""Kernels on the device: load compiled ones, pack a launch's arguments once, run it often."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tinyvllm.driver.cache import KernelCache
+from tinyvllm.driver.calls import CudaError, call, driver_api, phase
+from tinyvllm.driver.compiler import arch_name, compile_all
+from tinyvllm.driver.device import Closing, Device, Stream
+from tinyvllm.driver.spec import Kernel, KernelSpec, Launch
+from tinyvllm.util import InputError
+
+DEFAULT_SMEM = 48 * 1024  # dynamic bytes beyond this need the function's permission
+MAX_GRID = (2**31 - 1, 65535, 65535)
+# One parameter in a slot of eight bytes, for `struct`; which checks ranges, as ctypes does not.
+_FORMATS = {"ptr": "Q", "i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q", "f32": "f4x"}
+
+
+@dataclass
+class LoadedKernel:
+    """A function on the device, with the limits that a launch is checked against."""
+
+    module: Any
+    function: Any
+    max_threads: int
+    static_smem: int
+    dynamic_smem: int  # bytes allowed so far
+    packer: struct.Struct
+
+
+class KernelLoader(Closing):
+    """Compiles and loads the kernels of one device."""
+
+    def __init__(self, device: Device, kernel_cache: KernelCache | None = None) -> None:
+        self.device = device
+        self.arch = arch_name(device.info.compute_capability)
+        self._cache = kernel_cache or KernelCache()
+        self._loaded: dict[KernelSpec, LoadedKernel] = {}
+
+    def load_all(self, specs: Iterable[KernelSpec], jobs: int | None = None) -> None:
+        """Compiles in parallel, then loads, every spec that is not loaded yet.
+
+        Raises CompileError for a kernel that does not compile.
+        """
+        missing = [spec for spec in specs if spec not in self._loaded]
+        compiled = compile_all(missing, self.arch, jobs, self._cache)
+        with phase("compile"):
+            for spec, kernel in compiled.items():
+                self._loaded[spec] = _load(spec, kernel.image, kernel.lowered_name)
+
+    def prepare(self, launch: Launch) -> PreparedLaunch:
+        """Checks a launch and packs its arguments; loads its kernel if that was not done yet.
+
+        Raises InputError, naming the kernel and the limit, for a grid, block, amount of shared
+        memory or argument that is out of range.
+        """
+        if launch.spec not in self._loaded:
+            self.load_all([launch.spec])
+        kernel = self._loaded[launch.spec]
+        _check_limits(launch, kernel, self.device.info.smem_per_block)
+        if launch.smem > max(kernel.dynamic_smem, DEFAULT_SMEM - kernel.static_smem):
+            attribute = driver_api().CUfunction_attribute
+            key = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call("cuFuncSetAttribute", kernel.function, key, launch.smem)
+            kernel.dynamic_smem = launch.smem
+        return PreparedLaunch(launch, kernel)
+
+    def close(self) -> None:
+        """Unloads all kernels; launches prepared from them must not run any more."""
+        for kernel in self._loaded.values():
+            call("cuModuleUnload", kernel.module)
+        self._loaded.clear()
+
+
+class PreparedLaunch:
+    """A launch whose arguments are packed: running it costs one driver call."""
+
+    def __init__(self, launch: Launch, kernel: LoadedKernel) -> None:
+        self.launch = launch
+        count = len(launch.args)
+        # The driver takes an array of pointers to the values: both lie in this one block.
+        self._block = (ctypes.c_uint64 * (2 * count))()
+        pointers = ctypes.addressof(self._block)
+        values = pointers + 8 * count
+        self._block[:count] = list(range(values, values + 8 * count, 8))
+        try:
+            kernel.packer.pack_into(self._block, 8 * count, *launch.args)
+        except struct.error as error:
+            raise InputError(f"{_describe(launch)}: {_bad_argument(launch, error)}") from None
+        self._head = (kernel.function, *launch.grid, launch.block, 1, 1, launch.smem)
+        self._pointers = pointers
+
+    def run(self, stream: Stream) -> None:
+        """Launches in `stream`; the driver copies the arguments before it returns."""
+        try:
+            call("cuLaunchKernel", *self._head, stream.handle, self._pointers, 0)
+        except CudaError as error:
+            raise error.with_detail(_describe(self.launch)) from None
+
+
+def _load(spec: KernelSpec, image: bytes, lowered_name: str) -> LoadedKernel:
+    try:
+        module = call("cuModuleLoadData", image)
+        function = call("cuModuleGetFunction", module, lowered_name.encode())
+    except CudaError as error:
+        raise error.with_detail(f"loading {spec.name}") from None
+
+    def limit(name: str) -> int:
+        key = getattr(driver_api().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        return int(call("cuFuncGetAttribute", key, function))
+
+    return LoadedKernel(
+        module,
+        function,
+        max_threads=limit("MAX_THREADS_PER_BLOCK"),
+        static_smem=limit("SHARED_SIZE_BYTES"),
+        dynamic_smem=0,
+        packer=_packer(spec.kernel),
+    )
+
+
+def _packer(kernel: Kernel) -> struct.Struct:
+    return struct.Struct("<" + "".join(_FORMATS[kind] for kind, _ in kernel.params))
+
+
+def _describe(launch: Launch) -> str:
+    return f"{launch.spec.name}, grid {launch.grid}, block {launch.block}, smem {launch.smem}"
+
+
+def _check_limits(launch: Launch, kernel: LoadedKernel, smem_per_block: int) -> None:
+    if not all(1 <= size <= limit for size, limit in zip(launch.grid, MAX_GRID, strict=True)):
+        raise InputError(f"{_describe(launch)}: the grid must be from 1 to {MAX_GRID}")
+    if not 1 <= launch.block <= kernel.max_threads:
+        raise InputError(
+            f"{_describe(launch)}: the block must be from 1 to {kernel.max_threads} threads"
+        )
+    if not 0 <= launch.smem <= smem_per_block - kernel.static_smem:
+        raise InputError(
+            f"{_describe(launch)}: a block may use {smem_per_block} bytes of shared memory, of "
+            f"which {kernel.static_smem} are static"
+        )
+
+
+def _bad_argument(launch: Launch, error: struct.error) -> str:
+    """Names the argument that `struct` refused (it names only the format)."""
+    for (kind, name), value in zip(launch.spec.kernel.params, launch.args, strict=True):
+        try:
+            struct.pack("<" + _FORMATS[kind], value)
+        except struct.error:
+            return f"{name}={value!r} is no {kind}"
+    return str(error)

@@ -1,0 +1,109 @@
+"""Kernels as data: what to compile, with which template arguments, and how to launch it.
+
+Nothing here touches CUDA, so ops can describe launches, and `build.py` can collect every
+specialisation, on a machine without a driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tinyvllm.util import DType
+
+CPP_TYPES = {
+    DType.BF16: "__nv_bfloat16",
+    DType.FP16: "__half",
+    DType.F32: "float",
+    DType.I32: "int",
+}
+PARAM_TYPES = ("ptr", "i32", "u32", "i64", "u64", "f32")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A `__global__` function (template) of `cuda_src/`.
+
+    `signature` names the kernel's parameters in order with their types, for example
+    "ptr x, ptr y, i32 num_tokens, f32 eps"; a test compares it with the source.
+    `arch` restricts the kernel to one architecture, for example "sm_90a".
+    """
+
+    file: str
+    entry: str
+    signature: str
+    arch: str | None = None
+
+    @cached_property
+    def params(self) -> tuple[tuple[str, str], ...]:
+        """(type, name) of each parameter, in order."""
+        params = tuple(tuple(p.split()) for p in self.signature.split(","))
+        assert all(len(p) == 2 and p[0] in PARAM_TYPES for p in params), self.signature
+        return params  # type: ignore[return-value]
+
+    def __call__(self, *template_args: DType | int | bool) -> KernelSpec:
+        """The specialisation with these template arguments (DType becomes a C++ type)."""
+        return KernelSpec(self, tuple(_cpp(arg) for arg in template_args))
+
+
+def _cpp(arg: DType | int | bool) -> str:
+    if isinstance(arg, DType):
+        return CPP_TYPES[arg]
+    return str(arg).lower() if isinstance(arg, bool) else str(arg)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One specialisation of a kernel: the unit of compilation and of the cubin cache."""
+
+    kernel: Kernel
+    template_args: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The C++ name expression, for example `rms_norm_kernel<__nv_bfloat16, 8>`."""
+        args = ", ".join(self.template_args)
+        return f"{self.kernel.entry}<{args}>" if args else self.kernel.entry
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        block: int,
+        *,
+        smem: int = 0,
+        **args: Any,
+    ) -> Launch:
+        """A launch of this kernel; `args` are its parameters by name, all of them.
+
+        `grid` has one to three dimensions, `block` is threads, `smem` dynamic shared bytes.
+        """
+        names = [name for _, name in self.kernel.params]
+        if len(args) != len(names) or not all(name in args for name in names):
+            raise TypeError(f"{self.name} takes {names}, got {sorted(args)}")
+        x, y, z = (*grid, 1, 1)[:3]
+        return Launch(self, (x, y, z), block, smem, tuple(args[n] for n in names))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: everything but the stream. A "ptr" argument is a device address (int)."""
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    block: int
+    smem: int
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What the choice of kernels and grids depends on; fixed per device."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    smem_per_block: int  # bytes a block may use after opting in
+    l2_bytes: int
+    total_memory: int
+    kernel_path: str = "portable"  # "hopper" or "portable"

@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling, batches and the loop over steps."""

@@ -1,0 +1,135 @@
+"""One sequence on its way through the engine: its tokens, its progress and what it holds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from tinyvllm.outputs import TokenLogprobs
+from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.util import InputError
+
+
+class RequestStatus(enum.Enum):
+    """WAITING holds no slot and no blocks; RUNNING holds a slot; FINISHED is final."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """A prompt, its parameters, the tokens generated so far, and the scheduler's books about it.
+
+    The scheduler alone writes the fields below `status`; the engine appends log-probabilities.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_ids",
+        "cumulative_logprob",
+        "decoding",
+        "finish_reason",
+        "logprobs",
+        "max_total_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_tokens",
+        "output_token_ids",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "slot",
+        "status",
+        "stop_reason",
+        "stop_set",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        eos_token_ids: Iterable[int] = (),
+        prompt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        eos = () if params.ignore_eos else eos_token_ids
+        # Every token that ends the request with reason "stop".
+        self.stop_set = frozenset(eos).union(params.stop_token_ids)
+
+        self.output_token_ids: list[int] = []
+        # One entry for each output token, with params.logprobs; the sum over the chosen tokens.
+        self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0
+        # One entry for each prompt token, with params.prompt_logprobs; the first is None. Chunks
+        # computed again after a preemption add nothing: their entries are there already.
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+        # Set by Scheduler.add: the place in the order of arrival, and the most tokens, prompt
+        # included, before the request ends with reason "length".
+        self.arrival = -1
+        self.max_total_tokens = 0
+        # Counts, not values: a token counts from the moment that its step is scheduled, so that
+        # the next step can be scheduled before the token is read back.
+        self.num_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0  # K and V of tokens [0, this) are, or will be, in its blocks
+        # True once a token was sampled since the last admission: the next step's input token is
+        # then in the device's row state, and only there until it is read back.
+        self.decoding = False
+        self.slot: int | None = None
+        self.block_ids: list[list[int]] = []  # one table a KV group, all of equal length
+        self.num_preemptions = 0
+
+    @property
+    def finished(self) -> bool:
+        """True from the final token, or the abort, on."""
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose values the host has; fewer than `num_tokens` while a step is in flight."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Values of the known tokens [start, stop) of the prompt followed by the output."""
+        num_prompt = len(self.prompt_token_ids)
+        if stop <= num_prompt:
+            return self.prompt_token_ids[start:stop]
+        output = self.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]
+        return self.prompt_token_ids[start:] + output
+
+    def validate(self, max_model_len: int, vocab_size: int) -> None:
+        """Raise InputError unless the prompt leaves room for a token and all ids are tokens."""
+        name, num_prompt = f"request {self.request_id!r}", len(self.prompt_token_ids)
+        if num_prompt == 0:
+            raise InputError(f"{name}: the prompt is empty; it needs at least 1 token")
+        if num_prompt > max_model_len - 1:
+            raise InputError(
+                f"{name}: the prompt has {num_prompt} tokens; it may have {max_model_len - 1}, so "
+                f"that with one generated token it fits in max_model_len={max_model_len}"
+            )
+        stop = self.params.stop_token_ids
+        for what, ids in (("prompt", self.prompt_token_ids), ("stop_token_ids", stop)):
+            for i, token in enumerate(ids):
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise InputError(f"{name}: {what}[{i}]={token!r}: a token id is an integer")
+                if not 0 <= token < vocab_size:
+                    raise InputError(
+                        f"{name}: {what}[{i}]={token}: token ids are from 0 to {vocab_size - 1}"
+                    )
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, slot={self.slot}, "
+            f"{len(self.prompt_token_ids)} prompt + {len(self.output_token_ids)} output tokens, "
+            f"{self.num_computed_tokens} of {self.num_tokens} computed)"
+        )

@@ -1,0 +1,1 @@
+"""Who owns which byte: the device pool, pinned staging, the arena plan and the KV blocks."""

@@ -1,0 +1,112 @@
+"""Which KV-cache blocks are free and how many users each of the others has; pure bookkeeping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tinyvllm.util import InputError, ceil_div
+
+
+class BlockManager:
+    """Free list and reference counts of the blocks 0 .. num_blocks - 1.
+
+    A block holds `block_size` tokens of one KV group (a set of layers that share a block table).
+    The groups draw from one pool, so a sequence of n tokens takes
+    `num_groups * ceil(n / block_size)` blocks.
+
+    A block's life, with its reference count over each interval:
+
+        free      count 0         in the free list, contents meaningless
+        in use    count 1         from `allocate` to the last `free`; its one user may write
+        shared    count 2 or more from `incref` until `free` leaves one user; nobody may write
+
+    The caller decides when a freed block may be written again: work queued earlier on the compute
+    stream may still read it, work queued later on that stream may overwrite it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
+        if block_size < 1 or num_groups < 1 or num_blocks < num_groups:
+            raise InputError(
+                f"KV cache of {num_blocks} blocks of {block_size} tokens for {num_groups} groups: "
+                "there must be at least one block a group, and one token a block"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self._counts = [0] * num_blocks
+        # A stack: the block freed last is allocated first; at the start, block 0 is on top.
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, from 0 to num_blocks."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one user."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, from 0 to 1."""
+        return self.num_used / self.num_blocks
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that one sequence can store when it has the whole cache."""
+        return self.num_blocks // self.num_groups * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks, over all groups, that hold `num_tokens` tokens of one sequence."""
+        return self.num_groups * ceil_div(num_tokens, self.block_size)
+
+    def ref_count(self, block: int) -> int:
+        """Users of a block."""
+        return self._counts[block]
+
+    def allocate(self, n: int) -> list[int] | None:
+        """Take n free blocks with count 1 each; None, and nothing taken, when fewer are free."""
+        rest = len(self._free) - n
+        if rest < 0:
+            return None
+        taken = self._free[rest:]
+        del self._free[rest:]
+        taken.reverse()
+        for block in taken:
+            self._counts[block] = 1
+        return taken
+
+    def incref(self, blocks: Iterable[int]) -> None:
+        """Add a user to each of these blocks, which must be in use."""
+        for block in blocks:
+            assert self._counts[block] > 0, f"block {block} is free: it cannot be shared"
+            self._counts[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Take a user from each of these blocks; one without users left becomes free."""
+        for block in blocks:
+            count = self._counts[block] - 1
+            assert count >= 0, f"block {block} is free already"
+            self._counts[block] = count
+            if count == 0:
+                self._free.append(block)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError, with the numbers, unless each block is free once or in use."""
+        free, counts = self._free, self._counts
+        negative = {block: count for block, count in enumerate(counts) if count < 0}
+        if negative:
+            raise RuntimeError(f"negative reference counts: {negative}")
+        if len(set(free)) != len(free):
+            twice = sorted({block for block in free if free.count(block) > 1})
+            raise RuntimeError(f"blocks {twice} are more than once among {len(free)} free ones")
+        referenced = {block: counts[block] for block in free if counts[block] > 0}
+        if referenced:
+            raise RuntimeError(f"free blocks with users (block: count): {referenced}")
+        in_use = sum(1 for count in counts if count > 0)
+        if len(free) + in_use != self.num_blocks:
+            raise RuntimeError(
+                f"{len(free)} free + {in_use} in use = {len(free) + in_use} blocks, "
+                f"but the cache has {self.num_blocks}"
+            )

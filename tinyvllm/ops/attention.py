@@ -1,0 +1,235 @@
+"""Causal attention over the paged KV cache: decode rows, prefill chunks, and how they are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
+from tinyvllm.ops.op import Cost, Operands, OpDef
+from tinyvllm.util import InputError, align_up, ceil_div
+
+DECODE = Kernel(
+    "attention_decode.cu",
+    "attention_decode_kernel",
+    "ptr q, ptr kv_cache, ptr block_tables, ptr batch_slots, ptr seq_lens, ptr y, ptr partial_out, "
+    "ptr partial_state, f32 scale_log2, i32 q_stride, i32 y_stride, i64 block_stride, "
+    "i32 num_kv_heads, i32 group_size, i32 block_shift, i32 max_blocks, i32 max_partitions",
+)
+MERGE = Kernel(
+    "attention_decode.cu",
+    "attention_merge_kernel",
+    "ptr partial_out, ptr partial_state, ptr seq_lens, ptr y, i32 y_stride, i32 max_partitions",
+)
+PREFILL = Kernel(
+    "attention_prefill.cu",
+    "attention_prefill_kernel",
+    "ptr q, ptr kv_cache, ptr block_tables, ptr query_start, ptr batch_slots, ptr seq_lens, ptr y, "
+    "f32 scale_log2, i32 first_row, i32 q_stride, i32 y_stride, i64 block_stride, "
+    "i32 num_kv_heads, i32 group_size, i32 block_shift, i32 max_blocks",
+)
+
+HEAD_DIMS = (64, 128)
+
+# Constants of attention_decode.cu: threads, tokens of the shortest partition, most partitions.
+DECODE_THREADS = 128
+MIN_PARTITION = 128
+MAX_PARTITIONS = 64
+MAX_HEADS = 8  # query heads that share one read of K and V
+DECODE_BLOCKS_PER_SM = 8  # enough to fill an SM and to even out rows of different lengths
+
+# Constants of attention_prefill.cu: threads, queries and keys of a tile.
+PREFILL_THREADS = 128
+PREFILL_QUERIES = 64
+PREFILL_KEYS = 64
+
+# The reference computes so many scores at once: 8 MiB of float32 stay in a CPU's cache.
+REFERENCE_SCORES = 1 << 21
+
+
+def partition_length(seq_len: int) -> int:
+    """Tokens in one partition of a context of this length (attention_decode.cu does the same).
+
+    It depends on the context alone: so does the order in which a row is reduced.
+    """
+    length = MIN_PARTITION
+    while length * MAX_PARTITIONS < seq_len:
+        length *= 2
+    return length
+
+
+def max_partitions(context: int) -> int:
+    """Most partitions of any context of up to this length."""
+    return min(MAX_PARTITIONS, ceil_div(context, MIN_PARTITION))
+
+
+def decode_heads(group_size: int) -> int:
+    """Query heads that one block computes: the whole group, or even parts of a large one."""
+    return ceil_div(group_size, ceil_div(group_size, MAX_HEADS))
+
+
+def decode_splits(rows: int, head_blocks: int, context: int, num_sms: int) -> int:
+    """Blocks that share one context; 1: its partitions are merged in the block, without scratch.
+
+    With 8 head blocks, 132 SMs and room for 8 blocks on each: one row of 4096 tokens takes all of
+    its 32 partitions at once, 16 rows take 9 blocks each, 132 rows or more take one each.
+    """
+    wanted = ceil_div(num_sms * DECODE_BLOCKS_PER_SM, rows * head_blocks)
+    return max(1, min(wanted, max_partitions(context)))
+
+
+class Attention(OpDef):
+    """y[t] = softmax(scale * q[t] . K) V for each head, over positions 0 .. position of t.
+
+    Row r holds tokens query_start[r] .. query_start[r+1]-1, the last of its seq_lens[r] positions;
+    their own K and V are in the cache already. Of `dims`, D is the number of leading rows with
+    exactly one token, Q bounds the tokens of the other rows, C bounds seq_lens.
+    """
+
+    name = "attention"
+    reads: Mapping[str, tuple[int | str, ...]] = {
+        "q": ("T", "NQ"),
+        "kv_cache": ("NB", "L", 2, "HKV", "BS", "D"),
+        "block_tables": ("G", "SLOTS", "MB"),
+        "query_start": ("R1",),
+        "batch_slots": ("R",),
+        "seq_lens": ("R",),
+    }
+    writes: Mapping[str, tuple[int | str, ...]] = {"y": ("T", "NQ")}
+    attrs = frozenset({"layer", "group", "scale"})
+
+    def reference(self, a: Operands) -> None:
+        """One row at a time; nothing beyond a row's length is touched."""
+        block_size, head_dim = a.kv_cache.shape[-2:]
+        heads = a.q.shape[1] // head_dim
+        q = a.q.reshape(-1, heads, head_dim)
+        y = a.y.reshape(-1, heads, head_dim)
+        tables, starts = a.block_tables[a.group], a.query_start.tolist()
+        for row, (slot, length) in enumerate(
+            zip(a.batch_slots.tolist(), a.seq_lens.tolist(), strict=True)
+        ):
+            tokens = slice(starts[row], starts[row + 1])
+            blocks = tables[slot, : ceil_div(length, block_size)]
+            _attend(q[tokens], a.kv_cache, blocks, a.layer, length, a.scale, y[tokens])
+
+    def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
+        block_size, head_dim = a.kv_cache.shape[-2:]
+        if head_dim not in HEAD_DIMS:
+            raise InputError(f"head_dim={head_dim}: attention kernels exist for {HEAD_DIMS}")
+        num_decode, num_rows = a.dims["D"], a.seq_lens.shape[0]
+        launches = []
+        if num_decode > 0:
+            launches += self._decode(a, device, num_decode)
+        if num_rows > num_decode:
+            heads = a.q.shape[1] // head_dim
+            grid = (ceil_div(a.dims["Q"], PREFILL_QUERIES), heads, num_rows - num_decode)
+            spec = PREFILL(a.act, head_dim)
+            launches.append(spec.launch(
+                grid, PREFILL_THREADS, smem=2 * 2 * PREFILL_KEYS * head_dim * a.act.itemsize,
+                query_start=a.query_start.ptr, first_row=num_decode, **_common(a),
+            ))
+        return launches
+
+    def _decode(self, a: Operands, device: DeviceInfo, rows: int) -> list[Launch]:
+        head_dim, partitions = a.kv_cache.shape[-1], max_partitions(a.dims["C"])
+        heads, head_blocks, heads_per_block = _head_blocks(a)
+        splits = decode_splits(rows, head_blocks, a.dims["C"], device.num_sms)
+        partial = {
+            "partial_out": a.scratch,
+            "partial_state": a.scratch + rows * heads * partitions * head_dim * 4,
+            "max_partitions": partitions,
+        }
+        spec = DECODE(a.act, head_dim, heads_per_block)
+        launches = [
+            spec.launch((splits, head_blocks, rows), DECODE_THREADS, **partial, **_common(a))
+        ]
+        if splits > 1:
+            launches.append(MERGE(a.act, head_dim).launch(
+                (heads, rows), head_dim, seq_lens=a.seq_lens.ptr, y=a.y.ptr,
+                y_stride=a.y.row_stride, **partial,
+            ))
+        return launches
+
+    def scratch(self, a: Operands, device: DeviceInfo) -> int:
+        """States of all partitions of as many rows as are still split over several blocks."""
+        partitions = max_partitions(a.dims["C"])
+        if partitions == 1:
+            return 0
+        heads, head_blocks, _ = _head_blocks(a)
+        most_split = ceil_div(device.num_sms * DECODE_BLOCKS_PER_SM, head_blocks) - 1
+        rows = min(a.seq_lens.shape[0], most_split)
+        return rows * heads * partitions * (a.kv_cache.shape[-1] + 2) * 4
+
+    def cost(self, a: Operands) -> Cost:
+        """With every context of length C: K and V of each row once, two products a score."""
+        kv_heads, _, head_dim = a.kv_cache.shape[-3:]
+        context, (tokens, width) = a.dims["C"], a.q.shape
+        kv_values = a.seq_lens.shape[0] * context * 2 * kv_heads * head_dim
+        return Cost((kv_values + 2 * tokens * width) * a.act.itemsize, 4 * tokens * context * width)
+
+
+def _head_blocks(a: Operands) -> tuple[int, int, int]:
+    """Query heads, blocks that they make for each row and split, query heads in a block."""
+    kv_heads, _, head_dim = a.kv_cache.shape[-3:]
+    heads = a.q.shape[1] // head_dim
+    per_block = decode_heads(heads // kv_heads)
+    return heads, kv_heads * ceil_div(heads // kv_heads, per_block), per_block
+
+
+def kv_address(a: Operands) -> dict[str, int]:
+    """Kernel arguments by which PagedKv finds K and V of the op's layer and KV group."""
+    _, _, _, kv_heads, block_size, head_dim = a.kv_cache.shape
+    layer_size = 2 * kv_heads * block_size * head_dim
+    _, slots, max_blocks = a.block_tables.shape
+    return {
+        "kv_cache": a.kv_cache.ptr + a.layer * layer_size * a.act.itemsize,
+        "block_tables": a.block_tables.ptr + a.group * slots * max_blocks * 4,
+        "block_stride": a.kv_cache.shape[1] * layer_size,
+        "num_kv_heads": kv_heads,
+        "block_shift": block_size.bit_length() - 1,
+        "max_blocks": max_blocks,
+    }
+
+
+def _common(a: Operands) -> dict[str, int | float]:
+    """Arguments of both the decode and the prefill kernel."""
+    return {
+        "q": a.q.ptr, "q_stride": a.q.row_stride, "y": a.y.ptr, "y_stride": a.y.row_stride,
+        "batch_slots": a.batch_slots.ptr, "seq_lens": a.seq_lens.ptr,
+        "scale_log2": a.scale * math.log2(math.e),
+        "group_size": a.q.shape[1] // (a.kv_cache.shape[3] * a.kv_cache.shape[5]),
+        **kv_address(a),
+    }
+
+
+def _attend(
+    q: np.ndarray, kv_cache: np.ndarray, blocks: np.ndarray, layer: int, length: int,
+    scale: float, y: np.ndarray,
+) -> None:
+    """One row: q, y [tokens, heads, head_dim] of the last positions below `length`."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = kv_cache.shape[3]
+    group = heads // kv_heads
+    context = length - tokens
+    step = max(1, REFERENCE_SCORES // (group * length))  # queries at a time
+    for h in range(kv_heads):
+        k = kv_cache[blocks, layer, 0, h].reshape(-1, head_dim)[:length]
+        v = kv_cache[blocks, layer, 1, h].reshape(-1, head_dim)[:length]
+        columns = slice(h * group, (h + 1) * group)
+        for start in range(0, tokens, step):
+            queries = q[start : start + step, columns]
+            count = len(queries)
+            visible = context + start + count  # keys that the last of these queries sees
+            scores = (queries.reshape(-1, head_dim) * np.float32(scale)) @ k[:visible].T
+            if count > 1:
+                hidden = np.arange(visible) > np.arange(context + start, visible)[:, None]
+                scores.reshape(count, group, visible)[
+                    np.broadcast_to(hidden[:, None], (count, group, visible))
+                ] = -np.inf
+            scores -= scores.max(axis=1, keepdims=True)
+            np.exp(scores, out=scores)
+            out = scores @ v[:visible]
+            out /= scores.sum(axis=1, keepdims=True)
+            y[start : start + step, columns] = out.reshape(count, group, head_dim)

@@ -1,0 +1,252 @@
+"""Runs lowered programs on the GPU: resolves addresses, copies inputs, launches kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import numpy as np
+
+from tinyvllm.driver.device import Event, Stream
+from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
+from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host, memset
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.memory.array import DeviceArray
+from tinyvllm.memory.plan import Plan
+from tinyvllm.memory.pool import DevicePool
+from tinyvllm.memory.staging import StagingRing
+from tinyvllm.ops.executor import (
+    Dims,
+    InputLayout,
+    bind,
+    follows,
+    plan_program,
+    scratch_name,
+    writes_nothing,
+)
+from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Program, concrete
+from tinyvllm.ops.registry import op_def
+from tinyvllm.util import DType, align_up
+
+MAX_PREPARED = 64  # runs whose launches are kept packed: decode repeats its sizes
+NUM_SLOTS = 4  # steps whose inputs and outputs may be on their way at once
+OUTPUT_SLOT_BYTES = 1 << 20  # token ids and log-probabilities; larger fetches get their own
+
+
+class CudaResult:
+    """Outputs on their way to pinned memory; `get` waits for their event alone."""
+
+    def __init__(self, executor: CudaExecutor, slot: _OutputSlot, views: dict[str, np.ndarray]):
+        self._executor, self._slot, self._views = executor, slot, views
+
+    def get(self) -> dict[str, np.ndarray]:
+        """The fetched outputs by name, copied out of the slot; may be called once."""
+        self._slot.event.synchronize()
+        outputs = {name: view.copy() for name, view in self._views.items()}
+        self._executor.recycle(self._slot)
+        return outputs
+
+
+class _OutputSlot:
+    """Pinned memory for the outputs of one run, and the event after the copies to it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.buffer = PinnedBuffer(num_bytes)
+        self.event = Event()
+
+    def close(self) -> None:
+        self.event.close()
+        self.buffer.close()
+
+
+class CudaExecutor:
+    """Arena, state and inputs on the device, at addresses that never change; see `Executor`.
+
+    `weights` are device arrays by the names of the programs' (packed) weights, and of any other
+    buffer that is already on the device. `limits` are the largest sizes that a run may have. All
+    work goes to `stream`.
+    """
+
+    def __init__(
+        self,
+        programs: Iterable[Program],
+        weights: Mapping[str, DeviceArray],
+        limits: Dims,
+        *,
+        act: DType,
+        info: DeviceInfo,
+        pool: DevicePool,
+        loader: KernelLoader,
+        stream: Stream,
+    ) -> None:
+        self._programs = {p.name: p for p in programs}
+        self._limits = limits
+        self._act, self._info, self._loader = act, info, loader
+        self._pool, self._stream = pool, stream
+        self._allocations: list[int] = []
+        self._arrays: dict[str, DeviceArray] = dict(weights)
+        self.plans: dict[str, Plan] = {
+            p.name: plan_program(p, limits, act, info)
+            for p in self._programs.values() if not follows(p)
+        }
+        self.arena_bytes = max(plan.arena_bytes for plan in self.plans.values())
+        self.arena = self._alloc(self.arena_bytes)
+        for p in self._programs.values():
+            for b in p.of_kind(STATE):
+                if b.name not in self._arrays:
+                    self._arrays[b.name] = self._new_array(concrete(b.shape, limits), b.dtype)
+            for name, value in p.constants.items():
+                if name not in self._arrays:
+                    self._arrays[name] = self._new_array(value.shape, DType.F32)
+                    self.write_state(name, value)
+        buffers = {
+            b.name: b for p in self._programs.values() for b in p.of_kind(INPUT)
+            if b.name not in self._arrays
+        }
+        self._inputs = InputLayout.of(list(buffers.values()), limits)
+        self._input_region = self._alloc(self._inputs.num_bytes)
+        self._staging = StagingRing(NUM_SLOTS, max(self._inputs.num_bytes, 1))
+        self._outputs = [_OutputSlot(OUTPUT_SLOT_BYTES) for _ in range(NUM_SLOTS)]
+        self._prepared: dict[tuple[object, ...], list[PreparedLaunch]] = {}
+        self._previous: tuple[Program, Dims] | None = None
+
+    def run(
+        self, program: str, dims: Dims, inputs: Mapping[str, np.ndarray], fetch: tuple[str, ...]
+    ) -> CudaResult:
+        """Queues a program with its copies and returns at once; see `Executor.run`."""
+        p, dims = self._programs[program], {**self._limits, **dims}
+        self._send(inputs)
+        if follows(p):
+            # Sizes differ from step to step, so this arena lives in stream order.
+            plan = plan_program(p, dims, self._act, self._info)
+            arena = self._pool.alloc(plan.arena_bytes, self._stream)
+            for launch in self._prepare(p, dims, plan, arena):
+                launch.run(self._stream)
+            result = self._fetch(p, dims, plan, arena, fetch)
+            self._pool.free(arena, self._stream)
+            return result
+        key = (program, *dims.values())
+        launches = self._prepared.get(key)
+        if launches is None:
+            while len(self._prepared) >= MAX_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
+            launches = self._prepare(p, dims, self.plans[program], self.arena)
+            self._prepared[key] = launches
+        for launch in launches:
+            launch.run(self._stream)
+        self._previous = p, dims
+        return self._fetch(p, dims, self.plans[program], self.arena, fetch)
+
+    def recycle(self, slot: _OutputSlot) -> None:
+        """Takes an output slot back once its outputs have been read."""
+        if slot.buffer.num_bytes == OUTPUT_SLOT_BYTES:
+            self._outputs.append(slot)
+        else:
+            slot.close()
+
+    def write_state(self, name: str, value: np.ndarray) -> None:
+        """Writes a whole state buffer (or weight): float32 or int32 values, rounded to its type.
+
+        For start-up and tests: it waits for the copy.
+        """
+        array = self._arrays[name]
+        assert value.shape == array.shape, (name, value.shape, array.shape)
+        copy_to_device(array.ptr, np.ascontiguousarray(array.dtype.encode(value)), self._stream)
+        self._stream.synchronize()
+
+    def read_state(self, name: str) -> np.ndarray:
+        """A state buffer's values as float32 or int32; waits for all work in the stream."""
+        array = self._arrays[name]
+        bits = np.empty(array.shape, array.dtype.storage)
+        copy_to_host(bits, array.ptr, self._stream)
+        self._stream.synchronize()
+        return array.dtype.decode(bits)
+
+    def close(self) -> None:
+        """Waits for the stream and frees everything."""
+        self._stream.synchronize()
+        for slot in self._outputs:
+            slot.close()
+        self._staging.close()
+        for ptr in self._allocations:
+            self._pool.free(ptr, self._stream)
+        self._allocations.clear()
+        self._prepared.clear()
+
+    def _alloc(self, num_bytes: int) -> int:
+        ptr = self._pool.alloc(max(num_bytes, 1), self._stream)
+        self._allocations.append(ptr)
+        return ptr
+
+    def _new_array(self, shape: tuple[int, ...], dtype: DType | None) -> DeviceArray:
+        array = DeviceArray(0, shape, dtype or self._act)
+        ptr = self._alloc(array.nbytes)
+        memset(ptr, 0, array.nbytes, self._stream)
+        return DeviceArray(ptr, shape, dtype or self._act)
+
+    def _send(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Packs the inputs into a staging slot and copies it to the device in one piece."""
+        if not inputs:
+            return
+        slot = self._staging.acquire()
+        start, end = self._inputs.num_bytes, 0
+        for name, value in inputs.items():
+            offset = self._inputs.offsets[name]
+            flat = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+            slot.array[offset : offset + flat.nbytes] = flat
+            start, end = min(start, offset), max(end, offset + flat.nbytes)
+        if end > start:
+            copy_to_device(self._input_region + start, slot.array[start:end], self._stream)
+        self._staging.release(slot, self._stream)
+
+    def _prepare(self, p: Program, dims: Dims, plan: Plan, arena: int) -> list[PreparedLaunch]:
+        launches = []
+        for i, op in enumerate(p.ops):
+            if writes_nothing(p, op, dims):
+                continue
+            operands = bind(
+                p, op, dims, self._act,
+                lambda name: self._array(p, name, dims, plan, arena),
+                arena + plan.offsets.get(scratch_name(i), 0),
+            )
+            launches += op_def(op.kind).launches(operands, self._info)
+        self._loader.load_all({launch.spec for launch in launches})
+        return [self._loader.prepare(launch) for launch in launches]
+
+    def _array(self, p: Program, name: str, dims: Dims, plan: Plan, arena: int) -> DeviceArray:
+        if name in self._arrays:
+            return self._arrays[name]
+        b = p.buffers[name]
+        if b.parent is not None:
+            parent = self._array(p, b.parent, dims, plan, arena)
+            return parent.columns(b.column, int(b.shape[-1]))
+        if b.kind == EXTERNAL:
+            assert self._previous is not None, f"{p.name} runs after another program"
+            before, before_dims = self._previous
+            return self._array(before, name, before_dims, self.plans[before.name], self.arena)
+        base = self._input_region + self._inputs.offsets[name] if b.kind == INPUT else (
+            arena + plan.offsets[name])
+        return DeviceArray(base, concrete(b.shape, dims), b.dtype or self._act)
+
+    def _fetch(
+        self, p: Program, dims: Dims, plan: Plan, arena: int, names: tuple[str, ...]
+    ) -> CudaResult:
+        """Queues the copies of outputs to a slot of the output ring."""
+        sources = {n: self._array(p, n, dims, plan, arena) for n in names}
+        total = sum(align_up(a.nbytes, 16) for a in sources.values())
+        if total > OUTPUT_SLOT_BYTES:
+            slot = _OutputSlot(total)
+        else:
+            assert self._outputs, f"{NUM_SLOTS} results are waiting: read them with get()"
+            slot = self._outputs.pop(0)
+        views, offset = {}, 0
+        for name, array in sources.items():
+            assert p.buffers[name].kind == OUTPUT and array.dtype.storage.itemsize == 4
+            if array.nbytes:
+                target = slot.buffer.array[offset : offset + array.nbytes]
+                copy_to_host(target, array.ptr, self._stream)
+            view = slot.buffer.array[offset : offset + prod(array.shape) * 4]
+            views[name] = view.view(array.dtype.storage).reshape(array.shape)
+            offset += align_up(array.nbytes, 16)
+        slot.event.record(self._stream)
+        return CudaResult(self, slot, views)

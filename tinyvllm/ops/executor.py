@@ -1,0 +1,156 @@
+"""What the CUDA and the NumPy executor share: planning an arena and binding operands to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.memory.array import DeviceArray
+from tinyvllm.memory.plan import Lifetime, Plan, plan_buffers
+from tinyvllm.ops.op import Operands
+from tinyvllm.ops.program import (
+    EXTERNAL,
+    INPUT,
+    OUTPUT,
+    TEMP,
+    Buffer,
+    Op,
+    Program,
+    concrete,
+    role_of,
+)
+from tinyvllm.ops.registry import op_def
+from tinyvllm.util import DType, align_up
+
+Dims = Mapping[str, int]
+
+
+class Result(Protocol):
+    """The fetched outputs of one run; `get` waits for them (and for nothing else)."""
+
+    def get(self) -> dict[str, np.ndarray]: ...
+
+
+class Executor(Protocol):
+    """Runs programs over state that it keeps; the engine sees nothing else of a device."""
+
+    def run(
+        self, program: str, dims: Dims, inputs: Mapping[str, np.ndarray], fetch: tuple[str, ...]
+    ) -> Result:
+        """Runs a program with these sizes and inputs; `fetch` names the outputs wanted back."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def scratch_name(index: int) -> str:
+    """Name in the plan of the scratch memory of op number `index`."""
+    return f"scratch.{index}"
+
+
+def lifetimes(
+    program: Program, dims: Dims, act: DType, device: DeviceInfo | None
+) -> list[Lifetime]:
+    """First and last use of every planned buffer (and scratch) of a program.
+
+    `dims` are the largest sizes the plan is for. An output lives to the program's end. Buffers of
+    equal role lie at one offset, so that every layer runs in the same places. Raises
+    ValueError where an op reads a planned buffer that nothing has written.
+    """
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for i, op in enumerate(program.ops):
+        reads, writes = program.accesses(op)
+        for name in reads:
+            if program.buffers[name].kind in (TEMP, OUTPUT) and name not in first:
+                raise ValueError(f"{program.name}: op {i} ({op.kind}) reads {name} before it "
+                                 "is written")
+        for name in (*reads, *writes):
+            first.setdefault(name, i)
+            last[name] = i
+    result = []
+    for b in program.of_kind(TEMP, OUTPUT):
+        if b.name in first:
+            size = prod(concrete(b.shape, dims)) * (b.dtype or act).itemsize
+            end = len(program.ops) if b.kind == OUTPUT else last[b.name]
+            result.append(Lifetime(b.name, size, first[b.name], end, role_of(b.name)))
+    if device is not None:
+        for i, op in enumerate(program.ops):
+            if size := op_def(op.kind).scratch(described(program, op, dims, act), device):
+                result.append(Lifetime(scratch_name(i), size, i, i, f"scratch.{op.kind}"))
+    return result
+
+
+def plan_program(
+    program: Program, dims: Dims, act: DType, device: DeviceInfo | None = None
+) -> Plan:
+    """Arena plan of a program for sizes up to `dims`; without a device no op needs scratch."""
+    return plan_buffers(lifetimes(program, dims, act, device))
+
+
+def bind(
+    program: Program, op: Op, dims: Dims, act: DType, resolve: Callable[[str], Any],
+    scratch: int = 0,
+) -> Operands:
+    """The op's operands with each buffer, weight and constant replaced by `resolve(name)`."""
+    op_type = op_def(op.kind)
+    arrays = dict.fromkeys((*op_type.reads, *op_type.writes))
+    arrays |= {operand: resolve(name) for operand, name in op.operands.items()}
+    return Operands(**arrays, **op.attrs, dims=dims, act=act, scratch=scratch)
+
+
+def described(program: Program, op: Op, dims: Dims, act: DType) -> Operands:
+    """The op's operands as arrays at address 0: enough for costs, scratch sizes and launches."""
+
+    def resolve(name: str) -> DeviceArray:
+        if name in program.buffers:
+            b = program.buffers[name]
+            array = DeviceArray(0, concrete(program.buffers[program.root(name)].shape, dims),
+                                b.dtype or act)
+            return array.columns(b.column, int(b.shape[-1])) if b.parent else array
+        if name in program.weights:
+            return DeviceArray(0, program.weights[name].shape, act)
+        return DeviceArray(0, program.constants[name].shape, DType.F32)
+
+    return bind(program, op, dims, act, resolve)
+
+
+def writes_nothing(program: Program, op: Op, dims: Dims) -> bool:
+    """True if all that the op writes is empty at these sizes (no row is sampled, say)."""
+    op_type = op_def(op.kind)
+    return all(
+        0 in concrete(program.buffers[op.operands[w]].shape, dims)
+        for w in op_type.writes if w in op.operands
+    )
+
+
+def follows(program: Program) -> bool:
+    """Whether a program reads outputs of the one that ran just before it."""
+    return any(True for _ in program.of_kind(EXTERNAL))
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """Byte offsets of a program's inputs in one region, so that a step needs one copy.
+
+    Inputs are laid out for their largest sizes, in order of declaration: those whose length
+    varies most should be declared last, since a step copies up to the end of the last one used.
+    """
+
+    offsets: dict[str, int]
+    num_bytes: int
+
+    @staticmethod
+    def of(buffers: list[Buffer], limits: Dims) -> InputLayout:
+        """The layout of these input buffers for sizes up to `limits`."""
+        offsets, end = {}, 0
+        for b in buffers:
+            assert b.kind == INPUT and b.dtype is not None
+            offsets[b.name] = end
+            end += align_up(prod(concrete(b.shape, limits)) * b.dtype.itemsize, 16)
+        return InputLayout(offsets, end)

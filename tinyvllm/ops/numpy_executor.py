@@ -1,0 +1,171 @@
+"""Runs programs on the CPU in float32, through the same kind of arena plan as the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from tinyvllm.memory.plan import Plan
+from tinyvllm.ops.executor import Dims, bind, follows, plan_program, writes_nothing
+from tinyvllm.ops.op import OpDef, Operands
+from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, TEMP, Op, Program, concrete
+from tinyvllm.ops.registry import op_def
+from tinyvllm.util import DType
+
+MAX_BOUND = 64  # bound runs kept for reuse: decode repeats its sizes, prefill seldom does
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One op bound to arrays: its primitives in order, and what is dead after it."""
+
+    primitives: tuple[tuple[OpDef, Operands, tuple[np.ndarray, ...]], ...]
+    dead: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class NumpyResult:
+    """Outputs copied out of the arena when the run ended."""
+
+    outputs: dict[str, np.ndarray]
+
+    def get(self) -> dict[str, np.ndarray]:
+        """The fetched outputs by name."""
+        return self.outputs
+
+
+class NumpyExecutor:
+    """The device when there is no GPU, and what the kernels are compared with.
+
+    A fused op runs as the primitives that it replaced. `weights` are float32 arrays by the names
+    of the checkpoint (already rounded to the model's type). With `poison` a buffer is filled with
+    NaN after its last use, so that an error of the planner shows. With `round_to` every
+    activation is rounded to that type when written: the low-precision twin of the GPU.
+    """
+
+    def __init__(
+        self,
+        programs: Iterable[Program],
+        weights: Mapping[str, np.ndarray],
+        states: Mapping[str, np.ndarray],
+        limits: Dims,
+        *,
+        poison: bool = False,
+        round_to: DType | None = None,
+    ) -> None:
+        self._programs = {p.name: p for p in programs}
+        self._weights = weights
+        self._states = states
+        self._limits = limits
+        self._poison = poison
+        self._round_to = round_to
+        self.plans: dict[str, Plan] = {
+            p.name: plan_program(p, limits, DType.F32) for p in self._programs.values()
+        }
+        # Programs that read another's outputs get an arena of their own: both are in use.
+        shared = max((self.plans[n].arena_bytes for n in self._programs if not follows(self._programs[n])),
+                     default=0)
+        arena = np.zeros(shared, np.uint8)
+        self._arenas = {
+            n: np.zeros(self.plans[n].arena_bytes, np.uint8) if follows(self._programs[n]) else arena
+            for n in self._programs
+        }
+        self._inputs = {
+            b.name: np.zeros(concrete(b.shape, limits), b.dtype.storage if b.dtype else np.float32)
+            for p in self._programs.values() for b in p.of_kind(INPUT)
+        }
+        self._bound: dict[tuple[object, ...], tuple[_Step, ...]] = {}
+        self._previous: dict[str, np.ndarray] = {}  # outputs of the program that ran last
+
+    def run(
+        self, program: str, dims: Dims, inputs: Mapping[str, np.ndarray], fetch: tuple[str, ...]
+    ) -> NumpyResult:
+        """Runs a program; see `Executor.run`."""
+        p, dims = self._programs[program], {**self._limits, **dims}
+        for name, value in inputs.items():
+            self._inputs[name][tuple(slice(n) for n in value.shape)] = value
+        for step in self._steps(p, dims):
+            for op_type, operands, outputs in step.primitives:
+                op_type.reference(operands)
+                if self._round_to is not None:
+                    for array in outputs:
+                        array[...] = self._round_to.round(array)
+            if self._poison:
+                for array in step.dead:
+                    array.view(np.uint8)[...] = 0xFF  # NaN as float32, -1 as int32
+        outputs = {b.name: self._array(p, b.name, dims) for b in p.of_kind(OUTPUT)}
+        if not follows(p):
+            self._previous = outputs
+        return NumpyResult({name: outputs[name].copy() for name in fetch})
+
+    def close(self) -> None:
+        """Drops the arrays."""
+        self._bound.clear()
+        self._previous.clear()
+
+    def _array(self, p: Program, name: str, dims: Dims) -> np.ndarray:
+        """The float32 or int32 array that stands for a buffer, weight or constant."""
+        if name in p.constants:
+            return p.constants[name]
+        if name not in p.buffers:
+            return self._weights[name]
+        b = p.buffers[name]
+        if b.parent is not None:
+            return self._array(p, b.parent, dims)[:, b.column : b.column + int(b.shape[-1])]
+        shape = concrete(b.shape, dims)
+        if b.kind == INPUT:
+            return self._inputs[name][tuple(slice(n) for n in shape)]
+        if b.kind == STATE:
+            return self._states[name]
+        if b.kind == EXTERNAL:
+            return self._previous[name]
+        dtype = np.int32 if b.dtype is DType.I32 else np.float32
+        offset = self.plans[p.name].offsets[name]
+        return self._arenas[p.name][offset : offset + prod(shape) * 4].view(dtype).reshape(shape)
+
+    def _steps(self, p: Program, dims: Dims) -> tuple[_Step, ...]:
+        key = (p.name, *sorted(dims.items()))
+        if key in self._bound and not follows(p):
+            return self._bound[key]
+        last: dict[str, int] = {}
+        for i, op in enumerate(p.ops):
+            for names in p.accesses(op):
+                last.update(dict.fromkeys(names, i))
+        steps = tuple(
+            _Step(
+                tuple(self._primitives(p, op, dims)),
+                tuple(self._array(p, n, dims) for n, end in last.items()
+                      if end == i and p.buffers[n].kind == TEMP),
+            )
+            for i, op in enumerate(p.ops)
+            if not writes_nothing(p, op, dims)
+        )
+        while len(self._bound) >= MAX_BOUND:
+            del self._bound[next(iter(self._bound))]
+        self._bound[key] = steps
+        return steps
+
+    def _primitives(
+        self, p: Program, op: Op, dims: Dims
+    ) -> Iterable[tuple[OpDef, Operands, tuple[np.ndarray, ...]]]:
+        local = {b.name: np.full(concrete(b.shape, dims), np.nan, np.float32) for b in op.local}
+        for part in op.parts or (op,):
+            op_type = op_def(part.kind)
+
+            def resolve(name: str) -> np.ndarray:
+                return local[name] if name in local else self._array(p, name, dims)
+
+            operands = bind(p, part, dims, DType.F32, resolve)
+            # What is stored in the activation type on the GPU: temporaries and the KV cache.
+            outputs = tuple(
+                getattr(operands, w) for w in op_type.writes
+                if w in part.operands and self._is_activation(p, part.operands[w])
+            )
+            yield op_type, operands, outputs
+
+    @staticmethod
+    def _is_activation(p: Program, name: str) -> bool:
+        return name not in p.buffers or p.buffers[name].dtype is None

@@ -1,0 +1,125 @@
+"""Sampling: greedy, or from the softmax by the Gumbel-max trick with counter-based noise."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
+from tinyvllm.ops.arrays import nbytes
+from tinyvllm.ops.op import Cost, OpDef, Operands
+from tinyvllm.util import DType, ceil_div
+
+SAMPLE_CHUNK = Kernel(
+    "sample.cu",
+    "sample_chunk_kernel",
+    "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_temperature, ptr row_seed, "
+    "ptr partial, i32 vocab",
+)
+SAMPLE_MERGE = Kernel(
+    "sample.cu", "sample_merge_kernel", "ptr partial, ptr tokens, i32 num_chunks"
+)
+THREADS = 256
+CHUNK = 2048  # logits a block of the first kernel looks at
+PARTIAL_BYTES = 8  # a chunk's best value and where it is
+
+
+class Sample(OpDef):
+    """The next token of each row.
+
+    Temperature 0: the largest logit, the lowest index among equal ones. Else a draw from
+    softmax(logits / temperature), which depends on the row's seed and the token's position only.
+    A NaN is never chosen; if there is nothing else the token is 0.
+    """
+
+    name = "sample"
+    reads = {
+        "logits": ("S", "V"),
+        "sample_slots": ("S",),
+        "sample_positions": ("S",),
+        "row_temperature": ("SLOTS",),
+        "row_seed": ("SLOTS", 2),
+    }
+    writes = {"tokens": ("S",)}
+    out_dtypes = {"tokens": DType.I32}
+
+    def reference(self, a: Operands) -> None:
+        for s, slot in enumerate(a.sample_slots):
+            row, temperature = a.logits[s], a.row_temperature[slot]
+            if temperature > 0:
+                seed = a.row_seed[slot].view(np.uint32)
+                row = row / temperature
+                row += gumbel_noise(seed, int(a.sample_positions[s]), row.size)
+            token = int(np.argmax(row))
+            if np.isnan(row[token]):  # argmax prefers NaN
+                numbers = np.flatnonzero(~np.isnan(row))
+                token = int(numbers[np.argmax(row[numbers])]) if numbers.size else 0
+            a.tokens[s] = token
+
+    def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
+        assert a.logits.contiguous
+        S, V = a.logits.shape
+        if S == 0:
+            return []
+        num_chunks = ceil_div(V, CHUNK)
+        aligned = V % 4 == 0 and a.logits.ptr % 16 == 0
+        return [
+            SAMPLE_CHUNK(aligned).launch(
+                (num_chunks, S),
+                THREADS,
+                logits=a.logits.ptr,
+                sample_slots=a.sample_slots.ptr,
+                sample_positions=a.sample_positions.ptr,
+                row_temperature=a.row_temperature.ptr,
+                row_seed=a.row_seed.ptr,
+                partial=a.scratch,
+                vocab=V,
+            ),
+            SAMPLE_MERGE().launch(
+                (S,), 32, partial=a.scratch, tokens=a.tokens.ptr, num_chunks=num_chunks
+            ),
+        ]
+
+    def scratch(self, a: Operands, device: DeviceInfo) -> int:
+        S, V = a.logits.shape
+        return int(S * ceil_div(V, CHUNK) * PARTIAL_BYTES)
+
+    def cost(self, a: Operands) -> Cost:
+        return Cost(nbytes(a.logits, a.tokens))
+
+
+def gumbel_noise(seed: np.ndarray, position: int, count: int) -> np.ndarray:
+    """float32 Gumbel noise for the first `count` tokens of the vocabulary at one position.
+
+    `seed` is uint32[2]: low and high word. cuda_src/sample.cu states the rule.
+    """
+    counter = np.zeros((4, ceil_div(count, 4)), np.uint32)
+    counter[0] = np.arange(counter.shape[1])
+    counter[1] = position
+    words = philox4x32(counter, seed).T.reshape(-1)[:count]
+    w: np.ndarray = words.astype(np.float32)
+    w += np.float32(0.5)
+    w *= np.float32(2**-32)
+    np.minimum(w, np.float32(1 - 2**-24), out=w)
+    np.negative(w, out=w)
+    np.log1p(w, out=w)
+    np.negative(w, out=w)
+    np.log(w, out=w)
+    np.negative(w, out=w)
+    return w
+
+
+def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Philox4x32-10: four random words [4, n] for n 128-bit counters [4, n] and a key [2].
+
+    All uint32, low words first (Salmon et al., SC 2011).
+    """
+    x0, x1, x2, x3 = counter
+    k0, k1 = int(key[0]), int(key[1])
+    for _ in range(10):
+        p0 = np.multiply(x0, 0xD2511F53, dtype=np.uint64)
+        p1 = np.multiply(x2, 0xCD9E8D57, dtype=np.uint64)
+        high0, high1 = (p0 >> 32).astype(np.uint32), (p1 >> 32).astype(np.uint32)
+        x0, x1 = high1 ^ x1 ^ np.uint32(k0), p1.astype(np.uint32)
+        x2, x3 = high0 ^ x3 ^ np.uint32(k1), p0.astype(np.uint32)
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([x0, x1, x2, x3])

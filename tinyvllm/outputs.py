@@ -1,0 +1,54 @@
+"""What a request returns to its caller, with vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural-log probability of one token; `rank` counts from 1, the most likely token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One position: token id -> its log-probability, for the token there and the requested top ones.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence of a request, finished or so far.
+
+    cumulative_logprob: sum over the generated tokens; None unless logprobs were asked for.
+    logprobs: one entry a generated token; None unless asked for.
+    finish_reason: "stop", "length" or "abort"; None while it runs.
+    stop_reason: the id in `stop_token_ids` that ended it; None for end of sequence or other ends.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its outputs.
+
+    prompt: its text, or None when it was given as token ids.
+    prompt_logprobs: one entry a prompt token, of which the first is None (nothing precedes it);
+        None unless asked for.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
