@@ -59,7 +59,8 @@ def dynamic_smem(launches: Iterable[Launch]) -> dict[KernelSpec, int]:
 def inspect(arch: str, spec: KernelSpec, kernel: CompiledKernel, dynamic: int) -> Row:
     """Judges one compiled specialisation by the limits of its architecture."""
     used = kernel.resources
-    assert used is not None, f"{arch} was not assembled"
+    if used is None:
+        return Row(arch, spec.name, Resources(0, 0, 0, 0, 0), dynamic, ("no report from NVRTC",))
     problems = []
     if not any(a == arch and spec.name.startswith(start) for a, start in EXPLAINED):
         if used.spill_stores or used.spill_loads:

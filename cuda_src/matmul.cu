@@ -48,10 +48,10 @@ __device__ __forceinline__ void load_tile(u32 tile, const T* __restrict__ matrix
   }
 }
 
-// Two neighbouring results: one access where that is aligned and inside the row.
+// Two neighbouring elements: as one access if `paired`, else `both` or only the first.
 template <typename Out>
 __device__ __forceinline__ void store2(Out* p, float2 v, bool both, bool paired) {
-  if (both && paired) {
+  if (paired) {
     *reinterpret_cast<Vec<Out, 2>*>(p) = {from_float<Out>(v.x), from_float<Out>(v.y)};
   } else {
     p[0] = from_float<Out>(v.x);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void store2(Out* p, float2 v, bool both, bool paired)
 
 template <typename T>
 __device__ __forceinline__ float2 load2(const T* p, bool both, bool paired) {
-  if (both && paired) return unpack2<T>(*reinterpret_cast<const u32*>(p));
+  if (paired) return unpack2<T>(*reinterpret_cast<const u32*>(p));
   return {to_float(p[0]), both ? to_float(p[1]) : 0.0f};
 }
 
@@ -141,48 +141,43 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, 2)
   }
 
   // Lane (group, pair) holds columns 2 pair, 2 pair + 1 of rows group and group + 8 of a fragment.
+  // With silu, fragments along N alternate between gate and up of the same columns.
+  constexpr int kParts = SILU ? 2 : 1;
   const int group = lane / 4;
   const int pair = lane % 4;
-  const bool paired = y_stride % 2 == 0 && residual_stride % 2 == 0;
-  const auto biased = [&](int m, int half, int n8) -> float2 {
-    float2 v = {sum[m][n8][2 * half], sum[m][n8][2 * half + 1]};
-    const int col = col0 + warp_col + n8 * 8 + pair * 2;
-    if (bias != nullptr && col < N) {
-      const float2 add = load2(bias + col, col + 1 < N, true);
-      v.x += add.x;
-      v.y += add.y;
-    }
-    return v;
-  };
-  const int num_cols = SILU ? N / 2 : N;
+  const int num_cols = N / kParts;
 #pragma unroll
-  for (int m = 0; m < kTilesM; m++) {
+  for (int n = 0; n < 2 * kTilesN; n += kParts) {
+    const int weight_col = col0 + warp_col + n * 8;
+    const int col = weight_col / kParts + pair * 2;
+    if (col >= num_cols) continue;
+    const bool both = col + 1 < num_cols;
+    const bool paired = both && y_stride % 2 == 0 && residual_stride % 2 == 0;
+    float2 offset[kParts] = {};
+    if (bias != nullptr) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = row0 + warp_row + m * 16 + half * 8 + group;
-      if (row >= M) continue;
-#pragma unroll
-      for (int n = 0; n < (SILU ? kTilesN : 2 * kTilesN); n++) {
-        const int first_col = SILU ? (col0 + warp_col) / 2 : col0 + warp_col;
-        const int col = first_col + n * 8 + pair * 2;
-        if (col >= num_cols) continue;
-        const bool both = col + 1 < num_cols;
-        float2 v;
-        if constexpr (SILU) {
-          const float2 gate = biased(m, half, 2 * n);
-          const float2 up = biased(m, half, 2 * n + 1);
-          v = {silu(gate.x) * up.x, silu(gate.y) * up.y};
-        } else {
-          v = biased(m, half, n);
-        }
-        if (residual != nullptr) {
-          const i64 offset = static_cast<i64>(row) * residual_stride + col;
-          const float2 add = load2(residual + offset, both, paired);
-          v.x += add.x;
-          v.y += add.y;
-        }
-        store2(y + static_cast<i64>(row) * y_stride + col, v, both, paired);
+      for (int part = 0; part < kParts; part++) {
+        offset[part] = load2(bias + weight_col + part * 8 + pair * 2, both, both);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kTilesM; i++) {
+      const int row = row0 + warp_row + i * 8 + group;
+      if (row >= M) break;
+      float2 v[kParts];
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        const float(&fragment)[4] = sum[i / 2][n + part];
+        v[part] = {fragment[i % 2 * 2] + offset[part].x, fragment[i % 2 * 2 + 1] + offset[part].y};
+      }
+      if constexpr (SILU) v[0] = {silu(v[0].x) * v[1].x, silu(v[0].y) * v[1].y};
+      if (residual != nullptr) {
+        const float2 add =
+            load2(residual + static_cast<i64>(row) * residual_stride + col, both, paired);
+        v[0].x += add.x;
+        v[0].y += add.y;
+      }
+      store2(y + static_cast<i64>(row) * y_stride + col, v[0], both, paired);
     }
   }
 }

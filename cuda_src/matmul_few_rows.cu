@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 }
 
 template <typename T, typename Out, int ROWS, bool SILU>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize)
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     matmul_few_rows_kernel(const T* __restrict__ x, const T* __restrict__ weight,
                            const T* __restrict__ bias, const T* residual, Out* y, int M, int N,
                            int K, int x_stride, int residual_stride, int y_stride) {
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
   }
 
 #pragma unroll
-  for (int t = 0; t < ROWS / 8; t++) {
+  for (int t = 0; t < kTiles; t++) {
     const int row = t * 8 + pair * 2;
     partial[warp][row][group] = sum[t][0];
     partial[warp][row + 1][group] = sum[t][1];

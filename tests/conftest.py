@@ -1,6 +1,7 @@
-"""Skips GPU tests where CUDA cannot be used, and opens the device once for those that run."""
+"""What tests of several folders share: the GPU, opened once or its tests skipped; golden models."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,9 @@ def device() -> Iterator[Device]:
 def stream(device: Device) -> Iterator[Stream]:
     with Stream() as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Directory of the golden models and texts: float32 results of another implementation."""
+    return Path(__file__).parent / "data" / "golden"

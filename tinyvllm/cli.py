@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     generate = commands.add_parser("generate", help="complete a prompt")
     generate.add_argument("prompt")
-    add_options(generate, EngineConfig)
+    add_options(generate, EngineConfig, leave_out="seed")  # the request's own decides
     add_options(generate, SamplingParams)
     generate.set_defaults(run=run_generate, max_tokens=128, temperature=0.0)
 
@@ -65,11 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, config: type[Any], leave_out: str | None = None
+) -> None:
     """Adds an option for each field of a dataclass: `max_model_len` becomes `--max-model-len`."""
     group = parser.add_argument_group(config.__name__)
     types = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
+        if field.name == leave_out:
+            continue
         hint = types[field.name]
         options: dict[str, Any] = {"default": field.default, "help": field.metadata.get("help")}
         if hint is bool:
@@ -82,9 +86,10 @@ def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
         group.add_argument("--" + field.name.replace("_", "-"), **options)
 
 
-def from_args(config: type[Any], args: argparse.Namespace) -> Any:
+def from_args(config: type[Any], args: argparse.Namespace, leave_out: str | None = None) -> Any:
     """The dataclass that `add_options` made options for."""
-    return config(**{f.name: getattr(args, f.name) for f in dataclasses.fields(config)})
+    names = [f.name for f in dataclasses.fields(config) if f.name != leave_out]
+    return config(**{name: getattr(args, name) for name in names})
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -95,7 +100,8 @@ def run_generate(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     args.model = args.model or default_model()
     params = from_args(SamplingParams, args)
-    with LLM(**{f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}) as llm:
+    config = from_args(EngineConfig, args, leave_out="seed")
+    with LLM(**dataclasses.asdict(config)) as llm:
         print(f"{llm.engine.model.where} on {llm.engine.backend.device_name}", file=sys.stderr)
         stream_completion(llm, args.prompt, params, start)
     return 0

@@ -69,9 +69,9 @@ def test_sliding_window_limits_the_context() -> None:
     windowed = ModelConfig.from_dict(mistral)  # absent means transformers' 4096
     assert windowed.max_context == 4096
     windowed.check_max_model_len(4096)
-    with pytest.raises(InputError, match="max_model_len=4097.*sliding_window=4096"):
+    with pytest.raises(InputError, match=r"max_model_len=4097.*sliding_window=4096"):
         windowed.check_max_model_len(4097)
-    with pytest.raises(InputError, match="2049.*max_position_embeddings=2048"):
+    with pytest.raises(InputError, match=r"2049.*max_position_embeddings=2048"):
         ModelConfig.from_dict(GOOD).check_max_model_len(2049)
 
 

@@ -67,7 +67,7 @@ def test_every_tensor_of_smollm2(smollm2_gguf: Path) -> None:
         "blk.7.ffn_down.weight": "model.layers.7.mlp.down_proj.weight",
     }
     for theirs, ours in names.items():
-        np.testing.assert_array_equal(read(source, ours), dequantized(file, theirs))
+        assert np.array_equal(read(source, ours), dequantized(file, theirs)), ours
     for layer, letter in ((0, "q"), (17, "k"), (29, "q")):
         matrix = read(source, f"model.layers.{layer}.self_attn.{letter}_proj.weight")
         expected = dequantized(file, f"blk.{layer}.attn_{letter}.weight")

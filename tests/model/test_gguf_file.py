@@ -100,7 +100,7 @@ def test_values_of_every_type(tmp_path: Path) -> None:
         (head(0, 2) + key(b"a", 7, b"\1") * 2, "stands there twice"),
         (head(0, 1) + key(b"general.alignment", 4, bytes(4)), "alignment=0"),
         (head(0, 1) + key(b"general.alignment", 8, string(b"32")), "alignment='32'"),
-        (head(1) + tensor(b"t", [8]) + bytes(40), "ends at byte"),
+        (head(1) + tensor(b"t", [80]) + bytes(40), "ends at byte"),
         (head(1) + tensor(b"t", [1 << 62, 1 << 62]) + bytes(40), "ends at byte"),
         (head(1) + tensor(b"t", [8], offset=1 << 63) + bytes(64), "ends at byte"),
         (head(1) + tensor(b"t", [0]) + bytes(64), "above 0"),
@@ -110,6 +110,7 @@ def test_values_of_every_type(tmp_path: Path) -> None:
         (head(1) + tensor(b"t", [8], type_id=999) + bytes(64), "unknown type 999"),
         (head(2) + tensor(b"t", [1]) * 2 + bytes(64), "stands there twice"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_lying_files(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
@@ -164,7 +165,7 @@ def test_flipped_bytes(
     try:
         use(path)
     except InputError as error:
-        assert "flipped.gguf" in str(error)  # noqa: PT017 - a valid file may come out too
+        assert "flipped.gguf" in str(error)
 
 
 _VALID: dict[str, Any] = {}

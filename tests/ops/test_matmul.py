@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ops.harness import check_cuda, run_cuda, run_numpy
+from harness import check_cuda, run_cuda, run_numpy
 
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo

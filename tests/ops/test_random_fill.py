@@ -72,7 +72,7 @@ def test_kernel_writes_the_same_bits(device, stream, dtype, num_rows, row_len, p
     from tinyvllm.driver.memory import copy_to_device, copy_to_host
     from tinyvllm.memory.pool import DevicePool
 
-    bits = np.full((num_rows * num_parts + 1, pitch), -1, dtype.storage)
+    bits = np.empty((num_rows * num_parts + 1, pitch), dtype.storage)
     bits.view(np.uint8)[...] = 0xFF
     want = bits.copy()
     values = dtype.encode(dummy_values(77, 0, num_rows * row_len, 0.25, 1e-3))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
-from tinyvllm.ops.op import Cost, Operands, OpDef
-from tinyvllm.util import InputError, align_up, ceil_div
+from tinyvllm.ops.op import Cost, OpDef, Operands
+from tinyvllm.ops.program import Shape
+from tinyvllm.util import InputError, ceil_div
 
 DECODE = Kernel(
     "attention_decode.cu",
@@ -89,7 +91,7 @@ class Attention(OpDef):
     """
 
     name = "attention"
-    reads: Mapping[str, tuple[int | str, ...]] = {
+    reads: ClassVar[Mapping[str, Shape]] = {
         "q": ("T", "NQ"),
         "kv_cache": ("NB", "L", 2, "HKV", "BS", "D"),
         "block_tables": ("G", "SLOTS", "MB"),
@@ -97,14 +99,14 @@ class Attention(OpDef):
         "batch_slots": ("R",),
         "seq_lens": ("R",),
     }
-    writes: Mapping[str, tuple[int | str, ...]] = {"y": ("T", "NQ")}
+    writes: ClassVar[Mapping[str, Shape]] = {"y": ("T", "NQ")}
     attrs = frozenset({"layer", "group", "scale"})
 
     def reference(self, a: Operands) -> None:
         """One row at a time; nothing beyond a row's length is touched."""
         block_size, head_dim = a.kv_cache.shape[-2:]
         heads = a.q.shape[1] // head_dim
-        q = a.q.reshape(-1, heads, head_dim)
+        q = (a.q * np.float32(a.scale)).reshape(-1, heads, head_dim)
         y = a.y.reshape(-1, heads, head_dim)
         tables, starts = a.block_tables[a.group], a.query_start.tolist()
         for row, (slot, length) in enumerate(
@@ -112,10 +114,11 @@ class Attention(OpDef):
         ):
             tokens = slice(starts[row], starts[row + 1])
             blocks = tables[slot, : ceil_div(length, block_size)]
-            _attend(q[tokens], a.kv_cache, blocks, a.layer, length, a.scale, y[tokens])
+            k, v = _gather(a.kv_cache, blocks, a.layer)[:, :, :length]
+            _attend(q[tokens], k, v, y[tokens])
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        block_size, head_dim = a.kv_cache.shape[-2:]
+        head_dim = a.kv_cache.shape[-1]
         if head_dim not in HEAD_DIMS:
             raise InputError(f"head_dim={head_dim}: attention kernels exist for {HEAD_DIMS}")
         num_decode, num_rows = a.dims["D"], a.seq_lens.shape[0]
@@ -158,9 +161,11 @@ class Attention(OpDef):
         if partitions == 1:
             return 0
         heads, head_blocks, _ = _head_blocks(a)
+        # decode_splits is 1 from so many rows on.
         most_split = ceil_div(device.num_sms * DECODE_BLOCKS_PER_SM, head_blocks) - 1
-        rows = min(a.seq_lens.shape[0], most_split)
-        return rows * heads * partitions * (a.kv_cache.shape[-1] + 2) * 4
+        rows: int = min(a.seq_lens.shape[0], most_split)
+        head_dim: int = a.kv_cache.shape[-1]
+        return rows * heads * partitions * (head_dim + 2) * 4
 
     def cost(self, a: Operands) -> Cost:
         """With every context of length C: K and V of each row once, two products a score."""
@@ -193,7 +198,7 @@ def kv_address(a: Operands) -> dict[str, int]:
     }
 
 
-def _common(a: Operands) -> dict[str, int | float]:
+def _common(a: Operands) -> dict[str, Any]:
     """Arguments of both the decode and the prefill kernel."""
     return {
         "q": a.q.ptr, "q_stride": a.q.row_stride, "y": a.y.ptr, "y_stride": a.y.row_stride,
@@ -204,32 +209,37 @@ def _common(a: Operands) -> dict[str, int | float]:
     }
 
 
-def _attend(
-    q: np.ndarray, kv_cache: np.ndarray, blocks: np.ndarray, layer: int, length: int,
-    scale: float, y: np.ndarray,
-) -> None:
-    """One row: q, y [tokens, heads, head_dim] of the last positions below `length`."""
+def _gather(kv_cache: np.ndarray, blocks: np.ndarray, layer: int) -> np.ndarray:
+    """The layer's K and V of a sequence's blocks, in order: [2, kv_heads, positions, head_dim]."""
+    _, _, _, kv_heads, block_size, head_dim = kv_cache.shape
+    kv = np.empty((2, kv_heads, len(blocks), block_size, head_dim), kv_cache.dtype)
+    of_layer = kv_cache[:, layer]
+    for i, block in enumerate(blocks.tolist()):  # whole tiles: faster than one fancy index
+        kv[:, :, i] = of_layer[block]
+    return kv.reshape(2, kv_heads, -1, head_dim)
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, y: np.ndarray) -> None:
+    """One row: q (scaled), y [tokens, heads, head_dim] of the last positions of k and v
+    [kv_heads, positions, head_dim]."""
     tokens, heads, head_dim = q.shape
-    kv_heads = kv_cache.shape[3]
+    kv_heads, length, _ = k.shape
     group = heads // kv_heads
-    context = length - tokens
-    step = max(1, REFERENCE_SCORES // (group * length))  # queries at a time
-    for h in range(kv_heads):
-        k = kv_cache[blocks, layer, 0, h].reshape(-1, head_dim)[:length]
-        v = kv_cache[blocks, layer, 1, h].reshape(-1, head_dim)[:length]
-        columns = slice(h * group, (h + 1) * group)
-        for start in range(0, tokens, step):
-            queries = q[start : start + step, columns]
-            count = len(queries)
-            visible = context + start + count  # keys that the last of these queries sees
-            scores = (queries.reshape(-1, head_dim) * np.float32(scale)) @ k[:visible].T
-            if count > 1:
-                hidden = np.arange(visible) > np.arange(context + start, visible)[:, None]
-                scores.reshape(count, group, visible)[
-                    np.broadcast_to(hidden[:, None], (count, group, visible))
-                ] = -np.inf
-            scores -= scores.max(axis=1, keepdims=True)
-            np.exp(scores, out=scores)
-            out = scores @ v[:visible]
-            out /= scores.sum(axis=1, keepdims=True)
-            y[start : start + step, columns] = out.reshape(count, group, head_dim)
+    step = max(1, REFERENCE_SCORES // (heads * length))  # queries at a time
+    future = np.triu(np.full((min(step, tokens),) * 2, -np.inf, np.float32), 1)
+    for start in range(0, tokens, step):
+        queries = q[start : start + step].reshape(-1, kv_heads, group, head_dim)
+        count = len(queries)
+        past = length - tokens + start  # positions that all of these queries see
+        visible = past + count
+        grouped = queries.swapaxes(0, 1).reshape(kv_heads, count * group, head_dim)
+        scores = grouped @ k[:, :visible].swapaxes(1, 2)
+        if count > 1:
+            by_query = scores.reshape(kv_heads, count, group, visible)
+            by_query[..., past:] += future[:count, None, :count]
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        out = scores @ v[:, :visible]
+        out /= scores.sum(axis=-1, keepdims=True)
+        by_head = out.reshape(kv_heads, count, group, head_dim).swapaxes(0, 1)
+        y[start : start + step] = by_head.reshape(count, heads, head_dim)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
 from tinyvllm.ops.attention import kv_address
-from tinyvllm.ops.op import Cost, Operands, OpDef
+from tinyvllm.ops.op import Cost, OpDef, Operands
+from tinyvllm.ops.program import Shape
 from tinyvllm.util import align_up
 
 ROPE = Kernel(
@@ -36,12 +38,12 @@ ROPE_KV_WRITE = Kernel(
 MAX_THREADS = 256
 PAIRS = 4
 
-_KV_READS: Mapping[str, tuple[int | str, ...]] = {
+_KV_READS: Mapping[str, Shape] = {
     "positions": ("T",),
     "token_slots": ("T",),
     "block_tables": ("G", "SLOTS", "MB"),
 }
-_KV_CACHE = ("NB", "L", 2, "HKV", "BS", "D")
+_KV_CACHE: Shape = ("NB", "L", 2, "HKV", "BS", "D")
 
 
 def block_threads(num_heads: int, head_dim: int) -> int:
@@ -57,10 +59,10 @@ class Rope(OpDef):
     """
 
     name = "rope"
-    reads: Mapping[str, tuple[int | str, ...]] = {
+    reads: ClassVar[Mapping[str, Shape]] = {
         "x": ("T", "N"), "positions": ("T",), "inv_freq": ("F",)
     }
-    writes: Mapping[str, tuple[int | str, ...]] = {"y": ("T", "N")}
+    writes: ClassVar[Mapping[str, Shape]] = {"y": ("T", "N")}
     attrs = frozenset({"head_dim"})
 
     def reference(self, a: Operands) -> None:
@@ -91,10 +93,10 @@ class KvWrite(OpDef):
     """Writes the keys and values of tokens at their positions in their sequences' blocks."""
 
     name = "kv_write"
-    reads: Mapping[str, tuple[int | str, ...]] = {
+    reads: ClassVar[Mapping[str, Shape]] = {
         "k": ("T", "NK"), "v": ("T", "NK"), **_KV_READS
     }
-    writes: Mapping[str, tuple[int | str, ...]] = {"kv_cache": _KV_CACHE}
+    writes: ClassVar[Mapping[str, Shape]] = {"kv_cache": _KV_CACHE}
     attrs = frozenset({"layer", "group"})
 
     def reference(self, a: Operands) -> None:
@@ -121,10 +123,10 @@ class RopeKvWrite(OpDef):
     """Rope of the q and k columns of `qkv`, and the KV write of the turned k and of v."""
 
     name = "rope_kv_write"
-    reads: Mapping[str, tuple[int | str, ...]] = {
+    reads: ClassVar[Mapping[str, Shape]] = {
         "qkv": ("T", "N"), **_KV_READS, "inv_freq": ("F",)
     }
-    writes: Mapping[str, tuple[int | str, ...]] = {"q": ("T", "NQ"), "kv_cache": _KV_CACHE}
+    writes: ClassVar[Mapping[str, Shape]] = {"q": ("T", "NQ"), "kv_cache": _KV_CACHE}
     attrs = frozenset({"layer", "group"})
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
