@@ -64,16 +64,23 @@ __global__ void __launch_bounds__(kThreads)
   // Tokens from num_keys on become zeros: masked scores have weight 0, but 0 * NaN would be NaN.
   const u32 smem = smem_address(tiles);
   auto load_tile = [&](int stage, int key0) {
+    constexpr int kRows = kThreads / kChunks;  // tokens that the block copies at once
+    const int first = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const u32 k_tile = smem + stage * 2 * kTileBytes;
-    const int chunk = threadIdx.x % kChunks;
+    // All block ids before the first copy, so that their latencies overlap.
+    int block[kKeys / kRows];
 #pragma unroll
-    for (int i = 0; i < kKeys * kChunks / kThreads; i++) {
-      const int r = threadIdx.x / kChunks + i * (kThreads / kChunks);
+    for (int i = 0; i < kKeys / kRows; i++) {
+      block[i] = kv.block(min(key0 + first + i * kRows, num_keys - 1));
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / kRows; i++) {
+      const int r = first + i * kRows;
       const bool valid = key0 + r < num_keys;
-      const T* src = valid ? kv.key(key0 + r) + chunk * 8 : kv.base;
+      const T* key = kv.key(block[i], key0 + r) + chunk * 8;
       const u32 dst = k_tile + 16 * swizzled_chunk<kChunks>(r, chunk);
-      cp_async_16(dst, src, valid);
-      cp_async_16(dst + kTileBytes, valid ? src + kv.v_offset : src, valid);
+      cp_async_16(dst, key, valid);
+      cp_async_16(dst + kTileBytes, key + kv.v_offset, valid);
     }
   };
 

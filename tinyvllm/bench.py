@@ -25,7 +25,6 @@ from tinyvllm.memory.pool import DevicePool
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
-from tinyvllm.model.tensors import tensor_shapes
 from tinyvllm.ops.executor import described
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.registry import op_def
@@ -39,7 +38,7 @@ MEASURED_STEPS = 48
 
 def copy_bandwidth(device: Device) -> float:
     """Bytes a second (read plus written) of a large copy on the device: the floor's rate."""
-    times = []
+    times: list[float] = []
     with Stream() as stream, DevicePool(device, 2 * COPY_BYTES) as pool:
         src, dst = pool.alloc(COPY_BYTES, stream), pool.alloc(COPY_BYTES, stream)
         for _ in range(10):
@@ -60,8 +59,18 @@ def step_bytes(model: ModelConfig, config: EngineConfig, batch: int, context: in
     program = lower(step_program(model, "decode", block_size=config.block_size), "decode")
     blocks = -(-context // config.block_size)
     dims = {
-        "T": batch, "R": batch, "R1": batch + 1, "S": batch, "D": batch, "Q": 0, "C": context,
-        "NB": batch * blocks, "MB": blocks, "SLOTS": batch, "E": 1, "B": 1,
+        "T": batch,
+        "R": batch,
+        "R1": batch + 1,
+        "S": batch,
+        "D": batch,
+        "Q": 0,
+        "C": context,
+        "NB": batch * blocks,
+        "MB": blocks,
+        "SLOTS": batch,
+        "E": 1,
+        "B": 1,
     }
     return sum(
         op_def(op.kind).cost(described(program, op, dims, DType.BF16)).bytes for op in program.ops
@@ -90,8 +99,11 @@ def bench_latency(config: EngineConfig, batches: list[int], contexts: list[int])
                 times = _decode_step_times(llm, batch)
                 ms = statistics.median(times[WARMUP_STEPS:]) * 1e3
                 floor = step_bytes(llm.engine.model.config, config, batch, context) / rate * 1e3
-                print(f"{batch:>6} {context:>8} {ms:>9.3f} {floor:>8.3f} {ms / floor:>6.2f} "
-                      f"{batch / ms * 1e3:>9.0f}", flush=True)
+                print(
+                    f"{batch:>6} {context:>8} {ms:>9.3f} {floor:>8.3f} {ms / floor:>6.2f} "
+                    f"{batch / ms * 1e3:>9.0f}",
+                    flush=True,
+                )
 
 
 def _decode_step_times(llm: LLM, batch: int) -> list[float]:
@@ -110,14 +122,26 @@ def _decode_step_times(llm: LLM, batch: int) -> list[float]:
 def bench_startup(config: EngineConfig, runs: int) -> None:
     """Seconds from the start of a process to its first token: first with an empty kernel cache."""
     command = [
-        sys.executable, "-m", "tinyvllm", "generate", "Hello", "--model", config.model,
-        "--load-format", config.load_format, "--max-tokens", "2", "--ignore-eos",
+        sys.executable,
+        "-m",
+        "tinyvllm",
+        "generate",
+        "Hello",
+        "--model",
+        config.model,
+        "--load-format",
+        config.load_format,
+        "--max-tokens",
+        "2",
+        "--ignore-eos",
     ]
     with tempfile.TemporaryDirectory() as cache:
         for run in range(runs + 1):
             start = time.perf_counter()
             with subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env={**os.environ, "TINYVLLM_CACHE_DIR": cache},
             ) as process:
                 assert process.stdout is not None and process.stderr is not None
@@ -141,19 +165,25 @@ def bench_load(config: EngineConfig) -> None:
 def write_checkpoint(model: ModelConfig, directory: Path) -> None:
     """A safetensors file and config.json of this shape, with arbitrary small bf16 values."""
     config = {
-        "architectures": [model.architecture], "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.num_hidden_layers, "head_dim": model.head_dim,
+        "architectures": [model.architecture],
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "head_dim": model.head_dim,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads, "rms_norm_eps": model.rms_norm_eps,
-        "max_position_embeddings": model.max_position_embeddings, "torch_dtype": "bfloat16",
-        "tie_word_embeddings": model.tie_word_embeddings, "eos_token_id": 0,
+        "num_key_value_heads": model.num_key_value_heads,
+        "rms_norm_eps": model.rms_norm_eps,
+        "max_position_embeddings": model.max_position_embeddings,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "eos_token_id": 0,
     }
     (directory / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
-    for name, shape in tensor_shapes(model).items():
-        size = prod(shape) * 2
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+    for name, weight in step_program(model, "shapes", block_size=16).weights.items():
+        size = prod(weight.shape) * 2
+        header[name] = {"dtype": "BF16", "shape": weight.shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     # bf16 bits from 0x3c00 to 0x3cff: values from 0.0078 to 0.031.

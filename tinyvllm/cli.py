@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     load.set_defaults(what="load")
 
     args = parser.parse_args(argv)
-    logging.basicConfig(format="%(message)s", level=logging.INFO if args.verbose else logging.WARNING)
+    logging.basicConfig(
+        format="%(message)s", level=logging.INFO if args.verbose else logging.WARNING
+    )
     try:
         return int(args.run(args))
     except USER_ERRORS as error:
@@ -120,8 +122,11 @@ def stream_completion(llm: Any, prompt: str, params: SamplingParams, start: floa
     print()
     prompt_len = len(output.prompt_token_ids)
     decode = f"{(count - 1) / (end - first):.1f} tokens/s decode, " if count > 1 else ""
-    print(f"{prompt_len / (first - begin):.1f} tokens/s prompt, {decode}"
-          f"first token {first - start:.2f} s after the start", file=sys.stderr)
+    print(
+        f"{prompt_len / (first - begin):.1f} tokens/s prompt, {decode}"
+        f"first token {first - start:.2f} s after the start",
+        file=sys.stderr,
+    )
 
 
 def run_bench(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 KERNEL_PATHS = ("auto", "portable")
 
 
-def option(default: Any, help: str, choices: tuple | None = None) -> Any:
+def option(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
     """A dataclass field with the help text and choices that the command line shows."""
     return field(default=default, metadata={"help": help, "choices": choices})
 
@@ -52,7 +52,7 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InputError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
-                f"max_num_seqs={self.max_num_seqs}, since each running sequence takes a token a step"
+                f"max_num_seqs={self.max_num_seqs}: each running sequence takes a token a step"
             )
         for name in ("gpu_memory_utilization", "release_threshold"):
             value = getattr(self, name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,24 @@ class InputError(ValueError):
     The message names what is wrong, the value and the limit; the command line prints it without
     a traceback.
     """
+
+
+class Closing:
+    """A context manager around `close()`, which may be called more than once."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -14,8 +14,13 @@ from tinyvllm.sampling_params import SamplingParams
 
 
 def make_scheduler(num_blocks=40, block_size=4, seqs=4, budget=16, max_len=64):
-    return Scheduler(BlockManager(num_blocks, block_size), max_num_seqs=seqs,
-                     max_num_batched_tokens=budget, max_model_len=max_len, vocab_size=50)
+    return Scheduler(
+        BlockManager(num_blocks, block_size),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_len,
+        vocab_size=50,
+    )
 
 
 def make_request(name, prompt, **options):
@@ -41,8 +46,7 @@ def test_prompts_then_a_mixed_step():
     assert inputs["row_edits"].tolist()[0] == [first.slot, 0, 0, half, -(1 << 31), 7, 0, 0]
     assert inputs["row_edits"].tolist()[1][:4] == [second.slot, 0, 0, 0]
     tables = {(slot, index): block for _, slot, index, block in inputs["block_edits"].tolist()}
-    assert tables == {(r.slot, i): b for r in (first, second)
-                      for i, b in enumerate(r.block_ids[0])}
+    assert tables == {(r.slot, i): b for r in (first, second) for i, b in enumerate(r.block_ids[0])}
     assert batch.dims == {"T": 16, "R": 2, "R1": 3, "S": 1, "D": 0, "Q": 16, "C": 256}
 
     scheduler.update(step, [42])
@@ -76,9 +80,15 @@ def test_every_step_stays_within_the_limits(seed):
     block_size, max_len, budget, seqs = 4, 48, 12, 4
     scheduler = make_scheduler(16, block_size, seqs, budget, max_len)
     limits = step_limits(seqs, budget, max_len, block_size)
-    shapes = {"edit_counts": (2,), "row_edits": ("E", 8), "block_edits": ("B", 4),
-              "batch_slots": ("R",), "query_start": ("R1",), "sample_rows": ("S",),
-              "prompt_ids": ("T",)}
+    shapes = {
+        "edit_counts": (2,),
+        "row_edits": ("E", 8),
+        "block_edits": ("B", 4),
+        "batch_slots": ("R",),
+        "query_start": ("R1",),
+        "sample_rows": ("S",),
+        "prompt_ids": ("T",),
+    }
     for i in range(12):
         prompt = [rng.randrange(50) for _ in range(rng.randint(1, 20))]
         scheduler.add(make_request(str(i), prompt, max_tokens=rng.randint(1, 40)))
@@ -104,7 +114,14 @@ def test_every_step_stays_within_the_limits(seed):
 
 def test_size_class_is_the_next_power_of_two():
     assert [size_class(n) for n in (1, 2, 3, 4, 5, 1023, 1024, 1025)] == [
-        1, 2, 4, 4, 8, 1024, 1024, 2048
+        1,
+        2,
+        4,
+        4,
+        8,
+        1024,
+        1024,
+        2048,
     ]
     assert [size_class(n, 256) for n in (1, 256, 257)] == [256, 256, 512]
 

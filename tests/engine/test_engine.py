@@ -42,8 +42,9 @@ def cases(golden):
     def read(name):
         cases = json.loads((golden / name / "golden.json").read_text())["cases"]
         logits = np.load(golden / name / "golden.npz")
-        return [(c["prompt_token_ids"], c["output_token_ids"], logits[c["logits_key"]])
-                for c in cases]
+        return [
+            (c["prompt_token_ids"], c["output_token_ids"], logits[c["logits_key"]]) for c in cases
+        ]
 
     return read
 
@@ -126,8 +127,9 @@ def small_cache(monkeypatch):
     """Engines opened after this have so many KV blocks."""
 
     def shrink(num_blocks):
-        monkeypatch.setattr(backend, "plan_memory",
-                            functools.partial(plan_memory, override=num_blocks))
+        monkeypatch.setattr(
+            backend, "plan_memory", functools.partial(plan_memory, override=num_blocks)
+        )
 
     return shrink
 
@@ -140,8 +142,9 @@ def test_preempted_requests_give_the_same_tokens(open_engine, cases, small_cache
     engine = open_engine("llama_bias", block_size=8, **options)
     assert engine.backend.memory.num_blocks == 42
     steps = recorded(engine)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1,
-                            prompt_logprobs=0)
+    params = SamplingParams(
+        temperature=0, max_tokens=16, ignore_eos=True, logprobs=1, prompt_logprobs=0
+    )
     outputs = run(engine, prompts, params)
     assert sum(len(step.preempted) for step in steps) >= 2
     assert tokens_of(outputs) == list(wanted)
@@ -184,8 +187,10 @@ def test_scoring_prompt_and_output_gives_the_logprobs_of_the_output(
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
     outputs = run(open_engine("llama3_rope"), prompts, sampled)
     whole = [p + t for p, t in zip(prompts, tokens_of(outputs), strict=True)]
-    engines = [open_engine("llama3_rope"),
-               open_engine("llama3_rope", max_num_batched_tokens=16, max_num_seqs=3)]
+    engines = [
+        open_engine("llama3_rope"),
+        open_engine("llama3_rope", max_num_batched_tokens=16, max_num_seqs=3),
+    ]
     for scores in (run(engine, whole, scored) for engine in engines):
         for i, (output, score) in enumerate(zip(outputs, scores, strict=True)):
             assert len(score.prompt_logprobs) == len(whole[i])
@@ -196,8 +201,9 @@ def test_scoring_prompt_and_output_gives_the_logprobs_of_the_output(
                 assert next(iter(a)) == next(iter(b)) == token
                 assert a.keys() == b.keys()
                 assert [e.rank for e in a.values()] == [e.rank for e in b.values()]
-                np.testing.assert_allclose([e.logprob for e in a.values()],
-                                           [e.logprob for e in b.values()], atol=2e-4)
+                np.testing.assert_allclose(
+                    [e.logprob for e in a.values()], [e.logprob for e in b.values()], atol=2e-4
+                )
             token = output.outputs[0].token_ids[0]
             assert have[0][token].logprob == pytest.approx(log_softmax(logits[i])[token], abs=1e-3)
 
@@ -205,8 +211,10 @@ def test_scoring_prompt_and_output_gives_the_logprobs_of_the_output(
 def test_requests_ask_for_different_logprobs_in_one_batch(open_engine, cases):
     prompts = [prompt for prompt, _, _ in cases("llama_bias")][:4]
     wanted = [None, 0, 20, 2]
-    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=n,
-                             prompt_logprobs=n) for n in wanted]
+    params = [
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=n, prompt_logprobs=n)
+        for n in wanted
+    ]
     for output, n in zip(run(open_engine("llama_bias"), prompts, params), wanted, strict=True):
         completion = output.outputs[0]
         if n is None:
@@ -215,8 +223,9 @@ def test_requests_ask_for_different_logprobs_in_one_batch(open_engine, cases):
             continue
         # The chosen token is the most likely one, so it is among the top ones if there are any.
         assert [len(entry) for entry in completion.logprobs] == [max(n, 1)] * 4
-        for entry, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:],
-                                strict=True):
+        for entry, token in zip(
+            output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True
+        ):
             assert next(iter(entry)) == token
             assert len(entry) in (n, n + 1)
             top = [e.logprob for e in entry.values() if e.rank <= n]
@@ -226,12 +235,15 @@ def test_requests_ask_for_different_logprobs_in_one_batch(open_engine, cases):
 
 def test_random_tokens_depend_on_seed_and_position_alone(open_engine, cases):
     prompts = [prompt for prompt, _, _ in cases("mistral")]
-    params = [SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=100 + i)
-              for i in range(len(prompts))]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=100 + i)
+        for i in range(len(prompts))
+    ]
     together = tokens_of(run(open_engine("mistral"), prompts, params))
     engine = open_engine("mistral", max_num_batched_tokens=24, max_num_seqs=2, seed=5)
-    alone = [tokens_of(run(engine, [prompt], [p]))[0]
-             for prompt, p in zip(prompts, params, strict=True)]
+    alone = [
+        tokens_of(run(engine, [prompt], [p]))[0] for prompt, p in zip(prompts, params, strict=True)
+    ]
     chunked = tokens_of(run(engine, prompts, params))
     assert together == alone == chunked
     other = [SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=7)] * 2

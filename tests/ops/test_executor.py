@@ -68,8 +68,9 @@ def test_scratch_is_planned_for_its_op_alone(monkeypatch):
     p = chain()
     from tinyvllm.ops.registry import op_def
 
-    monkeypatch.setattr(op_def("add"), "scratch", lambda a, device: a.a.shape[0] * 100,
-                        raising=False)
+    monkeypatch.setattr(
+        op_def("add"), "scratch", lambda a, device: a.a.shape[0] * 100, raising=False
+    )
     scratch = [b for b in lifetimes(p, {"T": 7}, DType.BF16, H200) if "scratch" in b.name]
     assert [(b.size, b.first, b.last) for b in scratch] == [(700, i, i) for i in range(4)]
     assert not any("scratch" in b.name for b in lifetimes(p, {"T": 7}, DType.BF16, None))
@@ -94,8 +95,9 @@ def test_described_gives_shapes_and_strides_of_views():
     p.emit("matmul", "y", x="x", weight=p.weight("w", 32, 8))
     p.buffers["left"] = Buffer("left", ("T", 16), None, parent="y", column=8)
     p.constant("c", np.zeros(16, np.float32))
-    a = described(p, Op("rms_norm", {"x": "left", "weight": "c"}, {"eps": 1e-5}), {"T": 5},
-                  DType.BF16)
+    a = described(
+        p, Op("rms_norm", {"x": "left", "weight": "c"}, {"eps": 1e-5}), {"T": 5}, DType.BF16
+    )
     assert (a.x.shape, a.x.row_stride, a.x.ptr, a.x.dtype) == ((5, 16), 32, 16, DType.BF16)
     assert (a.weight.shape, a.weight.dtype) == ((16,), DType.F32)
     assert a.y is None
@@ -119,8 +121,11 @@ def test_follows_says_whether_outputs_of_another_program_are_read():
 
 
 def test_inputs_lie_one_after_another_aligned_in_order():
-    buffers = [Buffer("a", ("R",), DType.I32, INPUT), Buffer("b", (3, "R"), DType.I32, INPUT),
-               Buffer("c", ("T",), DType.I32, INPUT)]
+    buffers = [
+        Buffer("a", ("R",), DType.I32, INPUT),
+        Buffer("b", (3, "R"), DType.I32, INPUT),
+        Buffer("c", ("T",), DType.I32, INPUT),
+    ]
     layout = InputLayout.of(buffers, {"R": 5, "T": 1})
     assert layout.offsets == {"a": 0, "b": 32, "c": 96}
     assert layout.num_bytes == 112

@@ -42,22 +42,30 @@ def test_reference_copies_rows():
 
 
 def test_reference_refuses_an_index_out_of_range():
-    a = Operands(x=np.zeros((2, 3), np.float32), index=np.array([2], np.int32),
-                 y=np.zeros((1, 3), np.float32))
+    a = Operands(
+        x=np.zeros((2, 3), np.float32),
+        index=np.array([2], np.int32),
+        y=np.zeros((1, 3), np.float32),
+    )
     with pytest.raises(AssertionError):
         op_def("select_rows").reference(a)
 
 
 def test_nothing_is_launched_for_no_rows():
-    a = Operands(x=DeviceArray(0, (4, 64), DType.BF16), index=DeviceArray(0, (0,), DType.I32),
-                 y=DeviceArray(0, (0, 64), DType.BF16), act=DType.BF16)
+    a = Operands(
+        x=DeviceArray(0, (4, 64), DType.BF16),
+        index=DeviceArray(0, (0,), DType.I32),
+        y=DeviceArray(0, (0, 64), DType.BF16),
+        act=DType.BF16,
+    )
     assert op_def("select_rows").launches(a, None) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
-@pytest.mark.parametrize(("T", "S", "V", "K"), [(1, 1, 3, 576), (17, 7, 49153, 64), (9, 2, 5, 7),
-                                               (3, 3, 100, 4104)])
+@pytest.mark.parametrize(
+    ("T", "S", "V", "K"), [(1, 1, 3, 576), (17, 7, 49153, 64), (9, 2, 5, 7), (3, 3, 100, 4104)]
+)
 def test_kernel_copies_exactly(device, act, T, S, V, K):
     p = embed_then_select(V, K)
     arrays = inputs(T, S, V, K)

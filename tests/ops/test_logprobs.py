@@ -44,9 +44,7 @@ def check(out: dict[str, np.ndarray], arrays: dict[str, np.ndarray], P: int) -> 
     np.testing.assert_array_equal(
         out["target_rank"], (x > x[rows, targets][:, None]).sum(axis=1) + 1
     )
-    np.testing.assert_allclose(
-        out["target_logprob"], exact[rows, targets], rtol=2e-6, atol=2e-6
-    )
+    np.testing.assert_allclose(out["target_logprob"], exact[rows, targets], rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(
         out["top_logprobs"], np.take_along_axis(exact, order, 1), rtol=2e-6, atol=2e-6
     )
@@ -72,8 +70,14 @@ def test_close_logits_are_ordered_by_the_logits_themselves():
 def test_launches():
     def launches(S, V, P):
         row, best = DeviceArray(0, (S,), DType.I32), DeviceArray(0, (S, P), DType.I32)
-        a = Operands(logits=DeviceArray(0, (S, V), DType.F32), targets=row, target_logprob=row,
-                     target_rank=row, top_ids=best, top_logprobs=best)
+        a = Operands(
+            logits=DeviceArray(0, (S, V), DType.F32),
+            targets=row,
+            target_logprob=row,
+            target_rank=row,
+            top_ids=best,
+            top_logprobs=best,
+        )
         return op_def("logprobs").launches(a, None)
 
     assert launches(0, 100, 5) == []

@@ -59,10 +59,13 @@ def check_equal(program, lowered, tokens=5, atol=1e-5):
     """Runs both on random values, with dead buffers poisoned."""
     rng = np.random.default_rng(0)
     dims = {"T": tokens}
-    arrays = {b.name: rng.standard_normal(concrete(b.shape, dims), np.float32)
-              for b in program.of_kind(INPUT)}
-    arrays |= {w.name: rng.standard_normal(w.shape, np.float32) / 8
-               for w in program.weights.values()}
+    arrays = {
+        b.name: rng.standard_normal(concrete(b.shape, dims), np.float32)
+        for b in program.of_kind(INPUT)
+    }
+    arrays |= {
+        w.name: rng.standard_normal(w.shape, np.float32) / 8 for w in program.weights.values()
+    }
     want, have = (run_numpy(p, dims, arrays) for p in (program, lowered))
     assert want.keys() == have.keys()
     for name in want:
@@ -111,7 +114,9 @@ def test_interleaving_alternates_groups_of_rows(only):
         packed = pack(lowered.weights[lowered.ops[0].operands[operand]], arrays)
         first_column = packed if packed.ndim == 1 else packed[:, 0]
         for j in range(INNER // 8):
-            np.testing.assert_array_equal(first_column[16 * j : 16 * j + 8], gate[8 * j : 8 * j + 8])
+            np.testing.assert_array_equal(
+                first_column[16 * j : 16 * j + 8], gate[8 * j : 8 * j + 8]
+            )
             np.testing.assert_array_equal(
                 first_column[16 * j + 8 : 16 * j + 16], -gate[8 * j : 8 * j + 8] - 1
             )
@@ -164,7 +169,9 @@ def test_products_of_one_input_are_stacked_and_their_outputs_become_views(only, 
     assert views == {"q": (joint, 0), "k": (joint, 128), "v": (joint, 192)}
     weight = lowered.weights[op.operands["weight"]]
     assert (weight.parts, weight.shape, weight.interleave) == (
-        ("q.weight", "k.weight", "v.weight"), (256, K), 0
+        ("q.weight", "k.weight", "v.weight"),
+        (256, K),
+        0,
     )
     assert ("bias" in op.operands) == bias
     assert p.buffers["q"].parent is None, "the original program is untouched"
@@ -194,12 +201,35 @@ def rope_write(k_read_again=False, order="qkv", merged=True, out_kind="temp"):
     p.buffer("kv_cache", ("NB", 1, 2, 1, 8, 64), None, STATE)
     p.constant("inv_freq", RopeConfig().inv_freq(64))
     products = {n: linear(p, n, 128 if n == "q" else 64, "x" if merged else n) for n in order}
-    q = p.emit("rope", "rq", x=products["q"], positions="positions", inv_freq="inv_freq",
-               head_dim=64, out_kind=OUTPUT)
-    k = p.emit("rope", "rk", x=products["k"], positions="positions", inv_freq="inv_freq",
-               head_dim=64, out_kind=out_kind)
-    p.emit("kv_write", k=k, v=products["v"], positions="positions", token_slots="token_slots",
-           block_tables="block_tables", kv_cache="kv_cache", layer=0, group=0)
+    q = p.emit(
+        "rope",
+        "rq",
+        x=products["q"],
+        positions="positions",
+        inv_freq="inv_freq",
+        head_dim=64,
+        out_kind=OUTPUT,
+    )
+    k = p.emit(
+        "rope",
+        "rk",
+        x=products["k"],
+        positions="positions",
+        inv_freq="inv_freq",
+        head_dim=64,
+        out_kind=out_kind,
+    )
+    p.emit(
+        "kv_write",
+        k=k,
+        v=products["v"],
+        positions="positions",
+        token_slots="token_slots",
+        block_tables="block_tables",
+        kv_cache="kv_cache",
+        layer=0,
+        group=0,
+    )
     if k_read_again:
         p.emit("add", "kk", a=k, b=k, out_kind=OUTPUT)
     return p, q
@@ -323,19 +353,33 @@ def test_a_norm_of_something_else_stays(only):
 
 def llama(**options):
     config = ModelConfig(
-        architecture="LlamaForCausalLM", vocab_size=97, hidden_size=96, intermediate_size=80,
-        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-        rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64,
-        tie_word_embeddings=True, attention_bias=False, mlp_bias=False, dtype=DType.BF16,
-        bos_token_id=None, eos_token_ids=(),
+        architecture="LlamaForCausalLM",
+        vocab_size=97,
+        hidden_size=96,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        dtype=DType.BF16,
+        bos_token_id=None,
+        eos_token_ids=(),
     )
     return dataclasses.replace(config, **options)
 
 
 def run_steps(program, weights, limits):
     """A step with two prompts, one of them begun, then one that also decodes the first."""
-    states = {b.name: np.zeros(concrete(b.shape, limits), b.dtype.storage if b.dtype else np.float32)
-              for b in program.of_kind(STATE)}
+    states = {
+        b.name: np.zeros(concrete(b.shape, limits), b.dtype.storage if b.dtype else np.float32)
+        for b in program.of_kind(STATE)
+    }
     states["kv_cache"][:] = np.nan
     executor = NumpyExecutor([program], weights, states, limits, poison=True)
 
@@ -352,14 +396,23 @@ def run_steps(program, weights, limits):
             "sample_rows": samples,
             "prompt_ids": ids,
         }
-        sizes = {"T": len(ids), "R": len(rows), "R1": len(rows) + 1, "S": len(samples),
-                 "D": decodes, "Q": 8, "C": 32, **dims}
+        sizes = {
+            "T": len(ids),
+            "R": len(rows),
+            "R1": len(rows) + 1,
+            "S": len(samples),
+            "D": decodes,
+            "Q": 8,
+            "C": 32,
+            **dims,
+        }
         arrays = {n: np.array(v, np.int32) for n, v in inputs.items()}
         outputs = ("logits", "tokens", "hidden")
         return executor.run(program.name, sizes, arrays, outputs).get()
 
-    first = step([(0, [5, 9, 1, 96, 33]), (1, [7, 7, 2])], 0, [0, 1],
-                 [(0, 0, 0, 3), (0, 1, 0, 1)], [0], {})
+    first = step(
+        [(0, [5, 9, 1, 96, 33]), (1, [7, 7, 2])], 0, [0, 1], [(0, 0, 0, 3), (0, 1, 0, 1)], [0], {}
+    )
     second = step([(1, [8, 0, 4, 11, 23, 50])], 1, [], [(0, 1, 1, 0)], [0, 1], {})
     return [first, second], states
 
@@ -379,11 +432,25 @@ def test_lowered_model_equals_the_primitive_one(phase, options):
     program = step_program(config, "step", block_size=8)
     lowered = lower(program, phase)
     rng = np.random.default_rng(2)
-    weights = {w.name: rng.standard_normal(w.shape, np.float32) / np.sqrt(w.shape[-1])
-               for w in program.weights.values()}
+    weights = {
+        w.name: rng.standard_normal(w.shape, np.float32) / np.sqrt(w.shape[-1])
+        for w in program.weights.values()
+    }
     weights |= {name: 1 + w for name, w in weights.items() if name.endswith("norm.weight")}
-    limits = {"T": 12, "R": 4, "R1": 5, "S": 4, "D": 4, "Q": 16, "C": 64, "SLOTS": 4, "MB": 4,
-              "NB": 6, "E": 4, "B": 8}
+    limits = {
+        "T": 12,
+        "R": 4,
+        "R1": 5,
+        "S": 4,
+        "D": 4,
+        "Q": 16,
+        "C": 64,
+        "SLOTS": 4,
+        "MB": 4,
+        "NB": 6,
+        "E": 4,
+        "B": 8,
+    }
     want, want_states = run_steps(program, weights, limits)
     have, have_states = run_steps(lowered, weights, limits)
     assert np.isfinite(want[1]["logits"]).all()
@@ -402,11 +469,26 @@ def test_llama_layers_become_the_fused_ops(bias):
     program = step_program(llama(attention_bias=bias, mlp_bias=bias), "step", block_size=8)
     tail = ["select_rows", "rms_norm", "matmul", "sample", "advance_rows"]
     head = ["apply_edits", "step_inputs", "embedding"]
-    layer = ["rms_norm", "matmul", "rope_kv_write", "attention", "matmul_add", "rms_norm",
-             "matmul_silu_mul", "matmul_add"]
+    layer = [
+        "rms_norm",
+        "matmul",
+        "rope_kv_write",
+        "attention",
+        "matmul_add",
+        "rms_norm",
+        "matmul_silu_mul",
+        "matmul_add",
+    ]
     assert kinds(lower(program, "prefill")) == head + 3 * layer + tail
-    layer = ["matmul", "rope_kv_write", "attention", "matmul", "add_rms_norm", "matmul_silu_mul",
-             "matmul"]
+    layer = [
+        "matmul",
+        "rope_kv_write",
+        "attention",
+        "matmul",
+        "add_rms_norm",
+        "matmul_silu_mul",
+        "matmul",
+    ]
     decode = [*head, "rms_norm", *layer, "add_rms_norm", *layer, "add_rms_norm", *layer, "add"]
     assert kinds(lower(program, "decode")) == decode + tail
     assert kinds(lower(program, "primitive")) == kinds(program)

@@ -24,8 +24,15 @@ SHAPES = [(1, 8), (7, 40), (48, 1032), (64, 576), (576, 1032), (1000, 2048), (15
 def product(N, K, *, bias=False, dtype=None):
     p = Program("test")
     x = p.buffer("x", ("T", K), kind=INPUT)
-    p.emit("matmul", "y", x=x, weight=p.weight("w", N, K), bias=p.weight("b", N) if bias else None,
-           dtype=dtype, out_kind=OUTPUT)
+    p.emit(
+        "matmul",
+        "y",
+        x=x,
+        weight=p.weight("w", N, K),
+        bias=p.weight("b", N) if bias else None,
+        dtype=dtype,
+        out_kind=OUTPUT,
+    )
     return p
 
 
@@ -41,8 +48,13 @@ def gated_product(N, K, *, bias=False):
     p = Program("test")
     x = p.buffer("x", ("T", K), kind=INPUT)
     gate, up = (
-        p.emit("matmul", n, x=x, weight=p.weight(f"{n}.w", N, K),
-               bias=p.weight(f"{n}.b", N) if bias else None)
+        p.emit(
+            "matmul",
+            n,
+            x=x,
+            weight=p.weight(f"{n}.w", N, K),
+            bias=p.weight(f"{n}.b", N) if bias else None,
+        )
         for n in ("gate", "up")
     )
     p.emit("silu_mul", "y", gate=gate, up=up, out_kind=OUTPUT)
@@ -86,13 +98,28 @@ def test_depth_must_be_a_multiple_of_8():
 
 def operands(M, N, K, act=DType.BF16, dtype=None):
     return Operands(
-        x=DeviceArray(0, (M, K), act), weight=DeviceArray(0, (N, K), act), bias=None,
-        residual=None, y=DeviceArray(0, (M, N), dtype or act), act=act, dims={}, scratch=0,
+        x=DeviceArray(0, (M, K), act),
+        weight=DeviceArray(0, (N, K), act),
+        bias=None,
+        residual=None,
+        y=DeviceArray(0, (M, N), dtype or act),
+        act=act,
+        dims={},
+        scratch=0,
     )
 
 
-@pytest.mark.parametrize("M, N, K", [(1, 1, 8), (16, 49153, 576), (17, 7, 40), (257, 1000, 2048),
-                                     (8192, 16384, 2048), (33, 128256, 2048)])
+@pytest.mark.parametrize(
+    "M, N, K",
+    [
+        (1, 1, 8),
+        (16, 49153, 576),
+        (17, 7, 40),
+        (257, 1000, 2048),
+        (8192, 16384, 2048),
+        (33, 128256, 2048),
+    ],
+)
 def test_grid_covers_the_result_without_idle_blocks(M, N, K):
     launch = matmul.matmul_launch(operands(M, N, K), H200)
     tile = matmul.choose_tile(M, N, 132)
@@ -108,13 +135,16 @@ def test_few_rows_kernel_is_chosen_by_rows_alone():
             assert matmul.choose_tile(17, N, sms) is not None
 
 
-@pytest.mark.parametrize("M, N, rows, cols", [
-    (8192, 2048, 128, 128),
-    (8192, 16384, 128, 128),
-    (256, 2048, 64, 64),  # 128 tiles for 132 SMs; of 128 x 128 there would be 32
-    (32, 2048, 32, 32),
-    (32, 16384, 32, 64),
-])
+@pytest.mark.parametrize(
+    "M, N, rows, cols",
+    [
+        (8192, 2048, 128, 128),
+        (8192, 16384, 128, 128),
+        (256, 2048, 64, 64),  # 128 tiles for 132 SMs; of 128 x 128 there would be 32
+        (32, 2048, 32, 32),
+        (32, 16384, 32, 64),
+    ],
+)
 def test_tiles_fill_the_card(M, N, rows, cols):
     assert matmul.choose_tile(M, N, 132)[:2] == (rows, cols)
 
@@ -157,8 +187,9 @@ def test_cost_counts_each_operand_once():
 
 def test_silu_product_needs_twice_the_rows():
     program = SimpleNamespace(shape_of={"x": ("T", 8), "w": (48, 8), "y": ("T", 16)}.__getitem__)
-    op = SimpleNamespace(kind="matmul_silu_mul", operands={"x": "x", "weight": "w", "y": "y"},
-                         attrs={})
+    op = SimpleNamespace(
+        kind="matmul_silu_mul", operands={"x": "x", "weight": "w", "y": "y"}, attrs={}
+    )
     with pytest.raises(ValueError, match="48 weight rows for 16 columns"):
         matmul.MatmulSiluMul().check(program, op)
 
@@ -204,14 +235,22 @@ def test_kernel_larger_tiles(device, M, N):
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
 @pytest.mark.parametrize("build", [product, residual_product, gated_product])
-@pytest.mark.parametrize("M, N, K", [(1, 64, 576), (7, 40, 40), (16, 1536, 2048), (33, 576, 1032),
-                                     (130, 1000, 576), (1100, 1544, 64)])
+@pytest.mark.parametrize(
+    "M, N, K",
+    [
+        (1, 64, 576),
+        (7, 40, 40),
+        (16, 1536, 2048),
+        (33, 576, 1032),
+        (130, 1000, 576),
+        (1100, 1544, 64),
+    ],
+)
 def test_kernel_epilogues(device, build, M, N, K, act):
     for bias in (False, True):
         program = build(N, K, bias=bias)
         arrays = random_arrays(program, M)
-        check_cuda(device, program, lower(program, "prefill"), {"T": M}, arrays, act,
-                   {"T": M + 5})
+        check_cuda(device, program, lower(program, "prefill"), {"T": M}, arrays, act, {"T": M + 5})
 
 
 @pytest.mark.gpu

@@ -163,16 +163,19 @@ def test_zero_sampled_rows_run_nothing_that_depends_on_them():
     p.buffer("index", ("S",), DType.I32, INPUT)
     p.emit("add", "h", a="x", b="x", out_kind=OUTPUT)
     picked = p.emit("select_rows", "picked", x="h", index="index")
-    p.emit("matmul", "logits", x=picked, weight=p.weight("w", 10, 32), dtype=DType.F32,
-           out_kind=OUTPUT)
+    p.emit(
+        "matmul", "logits", x=picked, weight=p.weight("w", 10, 32), dtype=DType.F32, out_kind=OUTPUT
+    )
     x = np.ones((3, 32), np.float32)
     executor = NumpyExecutor([p], {"w": np.ones((10, 32), np.float32)}, {}, {"T": 4, "S": 2})
-    have = executor.run("t", {"T": 3, "S": 0}, {"x": x, "index": np.empty(0, np.int32)},
-                        ("h", "logits")).get()
+    have = executor.run(
+        "t", {"T": 3, "S": 0}, {"x": x, "index": np.empty(0, np.int32)}, ("h", "logits")
+    ).get()
     assert have["logits"].shape == (0, 10)
     np.testing.assert_array_equal(have["h"], 2 * x)
-    have = executor.run("t", {"T": 3, "S": 1}, {"index": np.array([2], np.int32)},
-                        ("logits",)).get()
+    have = executor.run(
+        "t", {"T": 3, "S": 1}, {"index": np.array([2], np.int32)}, ("logits",)
+    ).get()
     np.testing.assert_array_equal(have["logits"], np.full((1, 10), 64))
 
 
@@ -196,8 +199,10 @@ def test_round_to_rounds_activations_and_spares_float32_outputs(act):
     p.emit("matmul", "y", x="x", weight="w", out_kind=OUTPUT)
     p.emit("matmul", "logits", x="x", weight="w", out_kind=OUTPUT, dtype=DType.F32)
     rng = np.random.default_rng(5)
-    arrays = {"x": rng.standard_normal((3, 32), np.float32),
-              "w": rng.standard_normal((40, 32), np.float32)}
+    arrays = {
+        "x": rng.standard_normal((3, 32), np.float32),
+        "w": rng.standard_normal((40, 32), np.float32),
+    }
     have = run_numpy(p, {"T": 3}, arrays, round_to=act)
     np.testing.assert_array_equal(have["y"], act.round(have["logits"]))
     assert (have["y"] != have["logits"]).any()

@@ -44,8 +44,11 @@ def test_emit_writes_buffers_that_are_given(p):
         ("matmul", {"x": "ids", "weight": "w"}, r"x=ids has shape \('T',\)"),
         ("matmul", {"x": "x", "weight": "w", "bias": "norm"}, r"bias=norm has shape \(16,\)"),
         ("rms_norm", {"x": "x", "weight": "norm"}, r"attributes \[\], not \['eps'\]"),
-        ("rms_norm", {"x": "x", "weight": "norm", "eps": 1, "bias": "norm"},
-         r"unknown operands \['bias'\]"),
+        (
+            "rms_norm",
+            {"x": "x", "weight": "norm", "eps": 1, "bias": "norm"},
+            r"unknown operands \['bias'\]",
+        ),
         ("add", {"a": "x", "b": "x", "alpha": 2}, r"unknown operands \['alpha'\]"),
     ],
 )

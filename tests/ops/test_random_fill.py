@@ -42,8 +42,9 @@ def test_values_are_spread_and_independent():
 
 def test_launches_choose_vectors_and_flatten_contiguous_rows():
     def fill(dst=0, num_rows=4, row_len=64, dtype=DType.BF16, **options):
-        return fill_launches(dst, dtype, key=1, base=0.0, scale=1.0, num_rows=num_rows,
-                             row_len=row_len, **options)
+        return fill_launches(
+            dst, dtype, key=1, base=0.0, scale=1.0, num_rows=num_rows, row_len=row_len, **options
+        )
 
     assert fill(num_rows=0) == []
     assert fill()[0].spec.template_args == ("__nv_bfloat16", "8")
@@ -66,8 +67,9 @@ def test_launches_choose_vectors_and_flatten_contiguous_rows():
         (9, 7, 7, 3, 3, 2),
     ],
 )
-def test_kernel_writes_the_same_bits(device, stream, dtype, num_rows, row_len, pitch, group,
-                                     num_parts, part):
+def test_kernel_writes_the_same_bits(
+    device, stream, dtype, num_rows, row_len, pitch, group, num_parts, part
+):
     from tinyvllm.driver.kernel import KernelLoader
     from tinyvllm.driver.memory import copy_to_device, copy_to_host
     from tinyvllm.memory.pool import DevicePool
@@ -83,9 +85,19 @@ def test_kernel_writes_the_same_bits(device, stream, dtype, num_rows, row_len, p
     ptr = pool.alloc(bits.nbytes, stream)
     try:
         copy_to_device(ptr, bits, stream)
-        for launch in fill_launches(ptr, dtype, key=77, base=0.25, scale=1e-3, num_rows=num_rows,
-                                    row_len=row_len, pitch=pitch, group=group,
-                                    num_parts=num_parts, part=part):
+        for launch in fill_launches(
+            ptr,
+            dtype,
+            key=77,
+            base=0.25,
+            scale=1e-3,
+            num_rows=num_rows,
+            row_len=row_len,
+            pitch=pitch,
+            group=group,
+            num_parts=num_parts,
+            part=part,
+        ):
             loader.prepare(launch).run(stream)
         copy_to_host(bits, ptr, stream)
         stream.synchronize()

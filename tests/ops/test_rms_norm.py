@@ -79,8 +79,10 @@ def test_too_long_rows_are_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
 @pytest.mark.parametrize("phase", ["primitive", "decode"])
-@pytest.mark.parametrize(("T", "K"), [(1, 7), (17, 576), (2, 577), (5, 2048), (3, 4099),
-                                      (2, 9000), (1, 8191), (2, 16384)])
+@pytest.mark.parametrize(
+    ("T", "K"),
+    [(1, 7), (17, 576), (2, 577), (5, 2048), (3, 4099), (2, 9000), (1, 8191), (2, 16384)],
+)
 def test_kernel(device, act, phase, T, K):
     p, arrays = program(K), inputs(T, K)
     check_cuda(device, p, lower(p, phase), {"T": T}, arrays, act, {"T": T + 2})
@@ -90,6 +92,7 @@ def test_kernel(device, act, phase, T, K):
 def test_a_row_does_not_depend_on_the_others(device):
     p, arrays = lower(program(576), "decode"), inputs(33, 576)
     together = run_cuda(device, p, {"T": 33}, arrays)
-    alone = run_cuda(device, p, {"T": 1}, {**arrays, "x": arrays["x"][7:8],
-                                          "residual": arrays["residual"][7:8]})
+    alone = run_cuda(
+        device, p, {"T": 1}, {**arrays, "x": arrays["x"][7:8], "residual": arrays["residual"][7:8]}
+    )
     np.testing.assert_array_equal(alone["y"][0], together["y"][7])

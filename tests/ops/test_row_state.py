@@ -12,8 +12,15 @@ from tinyvllm.util import DType
 
 GARBAGE = np.int32(-0x01010102)
 I32 = DType.I32
-STEP_OUTPUTS = {"token_ids": "T", "positions": "T", "token_slots": "T", "seq_lens": "R",
-                "sample_index": "S", "sample_slots": "S", "sample_positions": "S"}
+STEP_OUTPUTS = {
+    "token_ids": "T",
+    "positions": "T",
+    "token_slots": "T",
+    "seq_lens": "R",
+    "sample_index": "S",
+    "sample_slots": "S",
+    "sample_positions": "S",
+}
 
 
 def program() -> Program:
@@ -24,9 +31,16 @@ def program() -> Program:
     p.buffer("row_temperature", ("SLOTS",), DType.F32, STATE)
     p.buffer("row_seed", ("SLOTS", 2), I32, STATE)
     p.buffer("block_tables", (2, "SLOTS", "MB"), I32, STATE)
-    for name, shape in (("edit_counts", (2,)), ("row_edits", ("E", 8)), ("batch_slots", ("R",)),
-                        ("query_start", ("R1",)), ("sample_rows", ("S",)), ("tokens", ("S",)),
-                        ("block_edits", ("B", 4)), ("prompt_ids", ("T",))):
+    for name, shape in (
+        ("edit_counts", (2,)),
+        ("row_edits", ("E", 8)),
+        ("batch_slots", ("R",)),
+        ("query_start", ("R1",)),
+        ("sample_rows", ("S",)),
+        ("tokens", ("S",)),
+        ("block_edits", ("B", 4)),
+        ("prompt_ids", ("T",)),
+    ):
         p.buffer(name, shape, I32, INPUT)
     for name, size in STEP_OUTPUTS.items():
         p.buffer(name, (size,), I32, OUTPUT)
@@ -59,27 +73,42 @@ def case(R: int, S: int, longest: int, edits: int, seed: int = 0):
     prompt_ids = ints(50000, T)
     prompt_ids[rng.random(T) < 0.3] = -1
     arrays = {
-        "row_position": ints(1000, slots), "row_token": ints(50000, slots),
-        "row_temperature": rng.random(slots, np.float32), "row_seed": ints(2**31, slots, 2),
+        "row_position": ints(1000, slots),
+        "row_token": ints(50000, slots),
+        "row_temperature": rng.random(slots, np.float32),
+        "row_seed": ints(2**31, slots, 2),
         "block_tables": ints(1000, 2, slots, table_len),
         "edit_counts": np.array([edits, 2 * edits], np.int32),
-        "row_edits": row_edits, "block_edits": block_edits,
-        "batch_slots": rng.permutation(slots)[:R].astype(np.int32), "query_start": query_start,
-        "sample_rows": np.sort(rng.permutation(R)[:S]).astype(np.int32), "tokens": ints(50000, S),
+        "row_edits": row_edits,
+        "block_edits": block_edits,
+        "batch_slots": rng.permutation(slots)[:R].astype(np.int32),
+        "query_start": query_start,
+        "sample_rows": np.sort(rng.permutation(R)[:S]).astype(np.int32),
+        "tokens": ints(50000, S),
         "prompt_ids": prompt_ids,
     }
-    dims = {"T": T, "R": R, "R1": R + 1, "S": S, "SLOTS": slots, "MB": table_len,
-            "E": len(row_edits), "B": len(block_edits)}
+    dims = {
+        "T": T,
+        "R": R,
+        "R1": R + 1,
+        "S": S,
+        "SLOTS": slots,
+        "MB": table_len,
+        "E": len(row_edits),
+        "B": len(block_edits),
+    }
     return dims, arrays
 
 
 def expected(dims, arrays) -> dict[str, np.ndarray]:
     """What the three ops must do, one row and token at a time."""
-    state = {n: arrays[n].copy() for n in ("row_position", "row_token", "row_temperature",
-                                           "row_seed", "block_tables")}
-    for slot, position, token, temperature, low, high, *_ in (
-        arrays["row_edits"][: arrays["edit_counts"][0]].tolist()
-    ):
+    state = {
+        n: arrays[n].copy()
+        for n in ("row_position", "row_token", "row_temperature", "row_seed", "block_tables")
+    }
+    for slot, position, token, temperature, low, high, *_ in arrays["row_edits"][
+        : arrays["edit_counts"][0]
+    ].tolist():
         state["row_position"][slot], state["row_token"][slot] = position, token
         state["row_temperature"][slot] = np.array(temperature, np.int32).view(np.float32)
         state["row_seed"][slot] = low, high

@@ -32,7 +32,8 @@ def case(logits: np.ndarray, temperatures, seed: int = 0):
     row_temperature = np.full(slots, np.nan, np.float32)
     row_temperature[sample_slots] = temperatures
     return {"S": S, "SLOTS": slots}, {
-        "logits": logits.astype(np.float32), "sample_slots": sample_slots,
+        "logits": logits.astype(np.float32),
+        "sample_slots": sample_slots,
         "sample_positions": rng.integers(0, 100_000, S).astype(np.int32),
         "row_temperature": row_temperature,
         "row_seed": rng.integers(-(2**31), 2**31, (slots, 2)).astype(np.int32),
@@ -49,8 +50,11 @@ def sample(logits: np.ndarray, temperatures, seed: int = 0) -> list[int]:
     [  # from the authors' Random123 library
         ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ([2**32 - 1] * 4, [2**32 - 1] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
-         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_philox_known_answers(counter, key, words):
@@ -116,17 +120,25 @@ def test_a_row_draws_the_same_token_in_any_batch():
     dims, arrays = case(rng.standard_normal((6, 301)), [1.0, 0.0, 0.5, 2.0, 1.0, 0.0])
     together = run_numpy(program(301), dims, arrays)["tokens"]
     for s in range(6):
-        one = {**arrays, **{n: arrays[n][s : s + 1]
-                            for n in ("logits", "sample_slots", "sample_positions")}}
+        one = {
+            **arrays,
+            **{n: arrays[n][s : s + 1] for n in ("logits", "sample_slots", "sample_positions")},
+        }
         assert run_numpy(program(301), {**dims, "S": 1}, one)["tokens"] == together[s : s + 1]
 
 
 def test_scratch_holds_a_candidate_for_every_chunk():
     def operands(S, V):
         i32 = DeviceArray(0, (S,), DType.I32)
-        return Operands(logits=DeviceArray(0, (S, V), DType.F32), sample_slots=i32,
-                        sample_positions=i32, row_temperature=i32, row_seed=i32, tokens=i32,
-                        scratch=64)
+        return Operands(
+            logits=DeviceArray(0, (S, V), DType.F32),
+            sample_slots=i32,
+            sample_positions=i32,
+            row_temperature=i32,
+            row_seed=i32,
+            tokens=i32,
+            scratch=64,
+        )
 
     op = op_def("sample")
     chunk, merge = op.launches(operands(3, 49153), None)

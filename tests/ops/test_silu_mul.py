@@ -23,7 +23,7 @@ def program(columns: int, gap: int = 0) -> Program:
 
 def inputs(T: int, columns: int, gap: int = 0) -> dict[str, np.ndarray]:
     both = np.random.default_rng(T * columns).standard_normal((T, 2 * columns + gap), np.float32)
-    both[:, : columns] *= 4
+    both[:, :columns] *= 4
     both[:, columns : columns + gap] = np.nan
     both[0, 0], both[-1, columns - 1] = -200, 200  # exp overflows, exp vanishes
     return {"both": both}
@@ -40,8 +40,12 @@ def test_reference():
 def test_launch_covers_wide_rows_and_skips_empty_ones():
     def launches(T: int, columns: int):
         both = DeviceArray(0, (T, 2 * columns), DType.BF16)
-        a = Operands(y=DeviceArray(0, (T, columns), DType.BF16), act=DType.BF16,
-                     gate=both.columns(0, columns), up=both.columns(columns, columns))
+        a = Operands(
+            y=DeviceArray(0, (T, columns), DType.BF16),
+            act=DType.BF16,
+            gate=both.columns(0, columns),
+            up=both.columns(columns, columns),
+        )
         return op_def("silu_mul").launches(a, None)
 
     assert launches(0, 64) == []
@@ -51,8 +55,9 @@ def test_launch_covers_wide_rows_and_skips_empty_ones():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
-@pytest.mark.parametrize(("T", "columns", "gap"), [(1, 1, 0), (3, 7, 2), (17, 1536, 8),
-                                                  (5, 1536, 3), (2, 8192, 0)])
+@pytest.mark.parametrize(
+    ("T", "columns", "gap"), [(1, 1, 0), (3, 7, 2), (17, 1536, 8), (5, 1536, 3), (2, 8192, 0)]
+)
 def test_kernel(device, act, T, columns, gap):
     p = program(columns, gap)
     check_cuda(device, p, p, {"T": T}, inputs(T, columns, gap), act, {"T": T + 2})

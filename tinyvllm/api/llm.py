@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from tinyvllm.config import EngineConfig
@@ -13,12 +12,12 @@ from tinyvllm.engine.request import Request
 from tinyvllm.model.tokenizer import Tokenizer
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.util import InputError
+from tinyvllm.util import Closing, InputError
 
 Prompt = str | dict[str, Any]
 
 
-class LLM:
+class LLM(Closing):
     """A model ready to generate. Options are those of `EngineConfig`, with vLLM's names.
 
     An unknown option is a TypeError that names it; a value out of range, a model that cannot be
@@ -83,17 +82,6 @@ class LLM:
     def close(self) -> None:
         """Frees the device; the object cannot be used afterwards."""
         self.engine.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _begin(self, request: Request, *, stream: bool = False) -> None:
         self.engine.enqueue(request, stream=stream)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 from tinyvllm.driver.calls import CudaError, call, driver_api, succeeds
 from tinyvllm.driver.spec import DeviceInfo
-from tinyvllm.util import InputError
+from tinyvllm.util import Closing, InputError
 
 MIN_CUDA = 13000  # as cuDriverGetVersion counts; driver 580 is the first with CUDA 13.0
 MIN_COMPUTE_CAPABILITY = (8, 0)
@@ -39,24 +38,6 @@ def cuda_unavailable() -> str | None:
     except RuntimeError:  # what the bindings raise when libcuda cannot be loaded
         return NO_DRIVER
     return None
-
-
-class Closing:
-    """A context manager around `close()`, which may be called more than once."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Device(Closing):

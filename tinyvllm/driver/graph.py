@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tinyvllm.driver.calls import CudaError, call, driver_api
-from tinyvllm.driver.device import Closing, Stream
+from tinyvllm.driver.device import Stream
+from tinyvllm.util import Closing
 
 
 class GraphExec(Closing):

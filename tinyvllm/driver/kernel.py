@@ -11,9 +11,9 @@ from typing import Any
 from tinyvllm.driver.cache import KernelCache
 from tinyvllm.driver.calls import CudaError, call, driver_api, phase
 from tinyvllm.driver.compiler import arch_name, compile_all
-from tinyvllm.driver.device import Closing, Device, Stream
+from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.spec import Kernel, KernelSpec, Launch
-from tinyvllm.util import InputError
+from tinyvllm.util import Closing, InputError
 
 DEFAULT_SMEM = 48 * 1024  # dynamic bytes beyond this need the function's permission
 MAX_GRID = (2**31 - 1, 65535, 65535)

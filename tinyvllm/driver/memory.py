@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.driver.calls import call, driver_api
-from tinyvllm.driver.device import Closing, Device, Stream
+from tinyvllm.driver.device import Device, Stream
+from tinyvllm.util import Closing
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,8 @@ def plan_engine(
     inputs = [b for b in buffers.values() if b.kind == INPUT]
     state = InputLayout.of(inputs, limits).num_bytes + sum(
         align_up(prod(concrete(b.shape, limits)) * (b.dtype or act).itemsize, ALIGNMENT)
-        for b in buffers.values() if b.kind == STATE
+        for b in buffers.values()
+        if b.kind == STATE
     )
     needed = max_model_len if config.max_model_len else min(max_model_len, MIN_TOKENS)
     plan = plan_memory(
@@ -127,8 +128,11 @@ def plan_engine(
     )
     fitting = plan.num_blocks * config.block_size
     if fitting < max_model_len:
-        logger.info("max_model_len is %d, all that the KV cache holds; the model's is %d",
-                    fitting, max_model_len)
+        logger.info(
+            "max_model_len is %d, all that the KV cache holds; the model's is %d",
+            fitting,
+            max_model_len,
+        )
         max_model_len = fitting
     return plan, max_model_len
 
@@ -174,7 +178,11 @@ def _open_cuda(config: EngineConfig, model: LocalModel) -> Backend:
     with ExitStack() as stack:
         device = stack.enter_context(Device(index, config.kernel_path))
         memory, max_model_len = plan_engine(
-            config, model.config, programs, free_bytes=device.mem_info()[0], act=act,
+            config,
+            model.config,
+            programs,
+            free_bytes=device.mem_info()[0],
+            act=act,
             device=device.info,
         )
         limits = _limits(config, max_model_len, memory.num_blocks)
@@ -183,7 +191,13 @@ def _open_cuda(config: EngineConfig, model: LocalModel) -> Backend:
         loader = stack.enter_context(KernelLoader(device))
         weights = _load_cuda(config, model, programs, act, device, pool, loader, stream)
         executor = CudaExecutor(
-            programs, weights, limits, act=act, info=device.info, pool=pool, loader=loader,
+            programs,
+            weights,
+            limits,
+            act=act,
+            info=device.info,
+            pool=pool,
+            loader=loader,
             stream=stream,
         )
         stack.callback(executor.close)
@@ -192,8 +206,14 @@ def _open_cuda(config: EngineConfig, model: LocalModel) -> Backend:
 
 
 def _load_cuda(
-    config: EngineConfig, model: LocalModel, programs: list[Program], act: DType, device: Device,
-    pool: DevicePool, loader: KernelLoader, stream: Stream,
+    config: EngineConfig,
+    model: LocalModel,
+    programs: list[Program],
+    act: DType,
+    device: Device,
+    pool: DevicePool,
+    loader: KernelLoader,
+    stream: Stream,
 ) -> dict[str, DeviceArray]:
     """All weights in one allocation of the pool, which lives as long as the pool."""
     packed = packed_weights(programs)
@@ -213,8 +233,12 @@ def _load_cuda(
         stream.synchronize()
         with Stream() as copies, Uploader(copies) as uploader:
             done = uploader.upload(copy_jobs(source, packed, arrays))
-        logger.info("weights: %s in %.2f s (%.1f GB/s)", format_bytes(done.num_bytes),
-                    done.seconds, done.num_bytes / done.seconds / 1e9)
+        logger.info(
+            "weights: %s in %.2f s (%.1f GB/s)",
+            format_bytes(done.num_bytes),
+            done.seconds,
+            done.num_bytes / done.seconds / 1e9,
+        )
     finally:
         source.close()
     return arrays
@@ -233,9 +257,15 @@ def _fill_all(
             key, base, scale = source.rule(part)
             interleaved = weight.interleave > 0
             launches += fill_launches(
-                array.ptr if interleaved else place.ptr, array.dtype, key=key, base=base,
-                scale=scale, num_rows=shape[0], row_len=prod(shape[1:]),
-                group=weight.interleave, num_parts=len(shapes) if interleaved else 1,
+                array.ptr if interleaved else place.ptr,
+                array.dtype,
+                key=key,
+                base=base,
+                scale=scale,
+                num_rows=shape[0],
+                row_len=prod(shape[1:]),
+                group=weight.interleave,
+                num_parts=len(shapes) if interleaved else 1,
                 part=i if interleaved else 0,
             )
     return launches

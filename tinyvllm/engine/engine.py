@@ -83,7 +83,8 @@ class LLMEngine:
         ended = self.scheduler.update(step, tokens)
         outputs = [
             self._delta(row.request)
-            for row in step.sampling_rows if row.request.request_id in self._decoders
+            for row in step.sampling_rows
+            if row.request.request_id in self._decoders
         ]
         streamed = {output.request_id for output in outputs}
         return outputs + [self._final(r) for r in ended if r.request_id not in streamed]
@@ -158,6 +159,7 @@ class LLMEngine:
         self, found: dict[str, np.ndarray], i: int, token: int, count: int
     ) -> TokenLogprobs:
         """The chosen token first, then the `count` most likely ones."""
+
         def entry(token: int, logprob: float, rank: int) -> Logprob:
             return Logprob(logprob, rank, self.tokenizer.decode([token], False))
 

@@ -61,8 +61,10 @@ def plan_buffers(lifetimes: Iterable[Lifetime]) -> Plan:
     region closest to its size (best fit). While that needs more than the lower bound, the largest
     that reaches beyond it is placed first in another attempt.
     """
-    lives = [Lifetime(b.name, align_up(max(b.size, 1), ALIGNMENT), b.first, b.last, b.role)
-             for b in lifetimes]
+    lives = [
+        Lifetime(b.name, align_up(max(b.size, 1), ALIGNMENT), b.first, b.last, b.role)
+        for b in lifetimes
+    ]
     for b in lives:
         assert b.first <= b.last, f"{b.name} is used at {b.last} before it is written at {b.first}"
     bound = _lower_bound(lives)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.driver.calls import CudaError
-from tinyvllm.driver.device import Closing, Device, Stream
+from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.memory import MemPool
-from tinyvllm.util import align_up, format_bytes
+from tinyvllm.util import Closing, align_up, format_bytes
 
 GRANULARITY = 32 << 20  # bytes; the driver grows a pool in pieces of this size
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyvllm.driver.device import Closing, Event, Stream
+from tinyvllm.driver.device import Event, Stream
 from tinyvllm.driver.memory import PinnedBuffer
-from tinyvllm.util import align_up
+from tinyvllm.util import Closing, align_up
 
 
 class Slot:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyvllm.driver.calls import phase
-from tinyvllm.driver.device import Closing, Stream
+from tinyvllm.driver.device import Stream
 from tinyvllm.driver.memory import copy_2d_to_device, copy_to_device
 from tinyvllm.memory.staging import Slot, StagingRing
+from tinyvllm.util import Closing
 
 SLOT_BYTES = 8 << 20  # pinning costs 0.5 ms a MiB, so the ring is no larger than speed needs
 

@@ -29,8 +29,14 @@ PROMPTS = (1, 7, 16, 17, 33, 64, 65, 100, 128, 129, 256, 300, 512, 1024, 2048, 4
 def models() -> list[ModelConfig]:
     """One-layer models: query heads per KV head from 1 to 8, both head sizes, biases, odd sizes."""
     base = replace(PRESETS["llama-3.2-1b"], num_hidden_layers=1)
-    small = replace(base, hidden_size=576, intermediate_size=1536, vocab_size=49153,
-                    num_attention_heads=9, num_key_value_heads=3)
+    small = replace(
+        base,
+        hidden_size=576,
+        intermediate_size=1536,
+        vocab_size=49153,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    )
     return [
         base,
         small,
@@ -49,8 +55,9 @@ def all_launches(device: DeviceInfo) -> Iterator[Launch]:
             for block_size in BLOCK_SIZES:
                 yield from _model_launches(config, act, block_size, device)
         for row_len in (64, 1):
-            yield from fill_launches(0, act, key=0, base=0.0, scale=1.0, num_rows=8,
-                                     row_len=row_len)
+            yield from fill_launches(
+                0, act, key=0, base=0.0, scale=1.0, num_rows=8, row_len=row_len
+            )
 
 
 def _model_launches(
@@ -76,8 +83,16 @@ def _launches(
 def _sizes(block_size: int) -> Iterator[dict[str, int]]:
     """Sizes of decode steps, whole prompts, and prompts mixed with decode rows."""
     for context in CONTEXTS:
-        fixed = {"C": context, "MB": context // block_size, "NB": 1 << 16, "SLOTS": 512,
-                 "E": 512, "B": 2048, "N": 256, "P": 20}
+        fixed = {
+            "C": context,
+            "MB": context // block_size,
+            "NB": 1 << 16,
+            "SLOTS": 512,
+            "E": 512,
+            "B": 2048,
+            "N": 256,
+            "P": 20,
+        }
         for n in ROWS:
             yield {**fixed, "T": n, "R": n, "R1": n + 1, "S": n, "D": n, "Q": 0}
     for n in PROMPTS:

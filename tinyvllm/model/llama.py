@@ -27,12 +27,25 @@ def step_program(config: ModelConfig, name: str, *, block_size: int) -> Program:
         x = _decoder_layer(p, config, layer, x, OUTPUT if last else "temp")
     x = p.emit("select_rows", "sampled_x", x=x, index="sample_index")
     _head(p, config, x, "logits", OUTPUT)
-    p.emit("sample", "tokens", logits="logits", sample_slots="sample_slots",
-           sample_positions="sample_positions", row_temperature="row_temperature",
-           row_seed="row_seed", out_kind=OUTPUT)
-    p.emit("advance_rows", batch_slots="batch_slots", seq_lens="seq_lens",
-           sample_slots="sample_slots", tokens="tokens",
-           row_position="row_position", row_token="row_token")
+    p.emit(
+        "sample",
+        "tokens",
+        logits="logits",
+        sample_slots="sample_slots",
+        sample_positions="sample_positions",
+        row_temperature="row_temperature",
+        row_seed="row_seed",
+        out_kind=OUTPUT,
+    )
+    p.emit(
+        "advance_rows",
+        batch_slots="batch_slots",
+        seq_lens="seq_lens",
+        sample_slots="sample_slots",
+        tokens="tokens",
+        row_position="row_position",
+        row_token="row_token",
+    )
     return p
 
 
@@ -63,8 +76,12 @@ def score_program(config: ModelConfig, name: str) -> Program:
 
 def _declare_state(p: Program, c: ModelConfig, block_size: int) -> None:
     """What lives on the device between steps: one row state per slot, and the KV cache."""
-    p.buffer("kv_cache", ("NB", c.num_hidden_layers, 2, c.num_key_value_heads, block_size,
-                          c.head_dim), None, STATE)
+    p.buffer(
+        "kv_cache",
+        ("NB", c.num_hidden_layers, 2, c.num_key_value_heads, block_size, c.head_dim),
+        None,
+        STATE,
+    )
     p.buffer("block_tables", (1, "SLOTS", "MB"), DType.I32, STATE)
     p.buffer("row_position", ("SLOTS",), DType.I32, STATE)
     p.buffer("row_token", ("SLOTS",), DType.I32, STATE)
@@ -81,18 +98,43 @@ def _step_inputs(p: Program, c: ModelConfig) -> str:
     p.buffer("sample_rows", ("S",), DType.I32, INPUT)
     p.buffer("block_edits", ("B", BLOCK_EDIT_WORDS), DType.I32, INPUT)
     p.buffer("prompt_ids", ("T",), DType.I32, INPUT)
-    p.emit("apply_edits", edit_counts="edit_counts", row_edits="row_edits",
-           block_edits="block_edits", row_position="row_position", row_token="row_token",
-           row_temperature="row_temperature", row_seed="row_seed", block_tables="block_tables")
-    for name, size in (("token_ids", "T"), ("positions", "T"), ("token_slots", "T"),
-                       ("seq_lens", "R"), ("sample_index", "S"), ("sample_slots", "S"),
-                       ("sample_positions", "S")):
+    p.emit(
+        "apply_edits",
+        edit_counts="edit_counts",
+        row_edits="row_edits",
+        block_edits="block_edits",
+        row_position="row_position",
+        row_token="row_token",
+        row_temperature="row_temperature",
+        row_seed="row_seed",
+        block_tables="block_tables",
+    )
+    for name, size in (
+        ("token_ids", "T"),
+        ("positions", "T"),
+        ("token_slots", "T"),
+        ("seq_lens", "R"),
+        ("sample_index", "S"),
+        ("sample_slots", "S"),
+        ("sample_positions", "S"),
+    ):
         p.buffer(name, (size,), DType.I32)
-    p.emit("step_inputs", batch_slots="batch_slots", query_start="query_start",
-           prompt_ids="prompt_ids", sample_rows="sample_rows", row_position="row_position",
-           row_token="row_token", token_ids="token_ids", positions="positions",
-           token_slots="token_slots", seq_lens="seq_lens", sample_index="sample_index",
-           sample_slots="sample_slots", sample_positions="sample_positions")
+    p.emit(
+        "step_inputs",
+        batch_slots="batch_slots",
+        query_start="query_start",
+        prompt_ids="prompt_ids",
+        sample_rows="sample_rows",
+        row_position="row_position",
+        row_token="row_token",
+        token_ids="token_ids",
+        positions="positions",
+        token_slots="token_slots",
+        seq_lens="seq_lens",
+        sample_index="sample_index",
+        sample_slots="sample_slots",
+        sample_positions="sample_positions",
+    )
     embedding = p.weight("model.embed_tokens.weight", c.vocab_size, c.hidden_size, split_axis=0)
     return p.emit("embedding", "x", token_ids="token_ids", weight=embedding)
 
@@ -119,15 +161,32 @@ def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str
     q = linear(h, "self_attn.q_proj", q_size, c.hidden_size, c.attention_bias, 0)
     k = linear(h, "self_attn.k_proj", kv_size, c.hidden_size, c.attention_bias, 0)
     v = linear(h, "self_attn.v_proj", kv_size, c.hidden_size, c.attention_bias, 0)
-    q = p.emit("rope", f"{at}q", x=q, positions="positions", inv_freq=inv_freq,
-               head_dim=c.head_dim)
-    k = p.emit("rope", f"{at}k", x=k, positions="positions", inv_freq=inv_freq,
-               head_dim=c.head_dim)
-    p.emit("kv_write", k=k, v=v, positions="positions", token_slots="token_slots",
-           block_tables="block_tables", kv_cache="kv_cache", layer=layer, group=0)
-    a = p.emit("attention", f"{at}attention", q=q, kv_cache="kv_cache",
-               block_tables="block_tables", query_start="query_start", batch_slots="batch_slots",
-               seq_lens="seq_lens", layer=layer, group=0, scale=1 / math.sqrt(c.head_dim))
+    q = p.emit("rope", f"{at}q", x=q, positions="positions", inv_freq=inv_freq, head_dim=c.head_dim)
+    k = p.emit("rope", f"{at}k", x=k, positions="positions", inv_freq=inv_freq, head_dim=c.head_dim)
+    p.emit(
+        "kv_write",
+        k=k,
+        v=v,
+        positions="positions",
+        token_slots="token_slots",
+        block_tables="block_tables",
+        kv_cache="kv_cache",
+        layer=layer,
+        group=0,
+    )
+    a = p.emit(
+        "attention",
+        f"{at}attention",
+        q=q,
+        kv_cache="kv_cache",
+        block_tables="block_tables",
+        query_start="query_start",
+        batch_slots="batch_slots",
+        seq_lens="seq_lens",
+        layer=layer,
+        group=0,
+        scale=1 / math.sqrt(c.head_dim),
+    )
     o = linear(a, "self_attn.o_proj", c.hidden_size, q_size, c.attention_bias, 1)
     x = p.emit("add", f"{at}x_attention", a=x, b=o)
 
@@ -155,5 +214,12 @@ def _logprobs(p: Program, rows: str, logits: str, targets: str) -> None:
     p.buffer("target_rank", (rows,), DType.I32, OUTPUT)
     p.buffer("top_ids", (rows, "P"), DType.I32, OUTPUT)
     p.buffer("top_logprobs", (rows, "P"), DType.F32, OUTPUT)
-    p.emit("logprobs", logits=logits, targets=targets, target_logprob="target_logprob",
-           target_rank="target_rank", top_ids="top_ids", top_logprobs="top_logprobs")
+    p.emit(
+        "logprobs",
+        logits=logits,
+        targets=targets,
+        target_logprob="target_logprob",
+        target_rank="target_rank",
+        top_ids="top_ids",
+        top_logprobs="top_logprobs",
+    )

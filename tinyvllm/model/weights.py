@@ -28,9 +28,7 @@ def check_weights(source: TensorSource, program: Program, where: str) -> None:
     wanted = program.weights
     allowed = {"lm_head.weight"} if "lm_head.weight" not in wanted else set()
     missing = sorted(wanted.keys() - present)
-    extra = sorted(
-        n for n in present - wanted.keys() - allowed if not n.endswith(IGNORED_SUFFIXES)
-    )
+    extra = sorted(n for n in present - wanted.keys() - allowed if not n.endswith(IGNORED_SUFFIXES))
     wrong = [
         f"{n} has shape {list(source.shape(n))}, must be {list(w.shape)}"
         for n, w in wanted.items()

@@ -129,10 +129,16 @@ class Attention(OpDef):
             heads = a.q.shape[1] // head_dim
             grid = (ceil_div(a.dims["Q"], PREFILL_QUERIES), heads, num_rows - num_decode)
             spec = PREFILL(a.act, head_dim)
-            launches.append(spec.launch(
-                grid, PREFILL_THREADS, smem=2 * 2 * PREFILL_KEYS * head_dim * a.act.itemsize,
-                query_start=a.query_start.ptr, first_row=num_decode, **_common(a),
-            ))
+            launches.append(
+                spec.launch(
+                    grid,
+                    PREFILL_THREADS,
+                    smem=2 * 2 * PREFILL_KEYS * head_dim * a.act.itemsize,
+                    query_start=a.query_start.ptr,
+                    first_row=num_decode,
+                    **_common(a),
+                )
+            )
         return launches
 
     def _decode(self, a: Operands, device: DeviceInfo, rows: int) -> list[Launch]:
@@ -149,10 +155,16 @@ class Attention(OpDef):
             spec.launch((splits, head_blocks, rows), DECODE_THREADS, **partial, **_common(a))
         ]
         if splits > 1:
-            launches.append(MERGE(a.act, head_dim).launch(
-                (heads, rows), head_dim, seq_lens=a.seq_lens.ptr, y=a.y.ptr,
-                y_stride=a.y.row_stride, **partial,
-            ))
+            launches.append(
+                MERGE(a.act, head_dim).launch(
+                    (heads, rows),
+                    head_dim,
+                    seq_lens=a.seq_lens.ptr,
+                    y=a.y.ptr,
+                    y_stride=a.y.row_stride,
+                    **partial,
+                )
+            )
         return launches
 
     def scratch(self, a: Operands, device: DeviceInfo) -> int:
@@ -201,8 +213,12 @@ def kv_address(a: Operands) -> dict[str, int]:
 def _common(a: Operands) -> dict[str, Any]:
     """Arguments of both the decode and the prefill kernel."""
     return {
-        "q": a.q.ptr, "q_stride": a.q.row_stride, "y": a.y.ptr, "y_stride": a.y.row_stride,
-        "batch_slots": a.batch_slots.ptr, "seq_lens": a.seq_lens.ptr,
+        "q": a.q.ptr,
+        "q_stride": a.q.row_stride,
+        "y": a.y.ptr,
+        "y_stride": a.y.row_stride,
+        "batch_slots": a.batch_slots.ptr,
+        "seq_lens": a.seq_lens.ptr,
         "scale_log2": a.scale * math.log2(math.e),
         "group_size": a.q.shape[1] // (a.kv_cache.shape[3] * a.kv_cache.shape[5]),
         **kv_address(a),
@@ -226,7 +242,6 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, y: np.ndarray) -> None:
     kv_heads, length, _ = k.shape
     group = heads // kv_heads
     step = max(1, REFERENCE_SCORES // (heads * length))  # queries at a time
-    future = np.triu(np.full((min(step, tokens),) * 2, -np.inf, np.float32), 1)
     for start in range(0, tokens, step):
         queries = q[start : start + step].reshape(-1, kv_heads, group, head_dim)
         count = len(queries)
@@ -236,7 +251,8 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, y: np.ndarray) -> None:
         scores = grouped @ k[:, :visible].swapaxes(1, 2)
         if count > 1:
             by_query = scores.reshape(kv_heads, count, group, visible)
-            by_query[..., past:] += future[:count, None, :count]
+            future = np.triu(np.full((count, count), -np.inf, np.float32), 1)
+            by_query[..., past:] += future[:, None]
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         out = scores @ v[:, :visible]

@@ -87,7 +87,8 @@ class CudaExecutor:
         self._arrays: dict[str, DeviceArray] = dict(weights)
         self.plans: dict[str, Plan] = {
             p.name: plan_program(p, limits, act, info)
-            for p in self._programs.values() if not follows(p)
+            for p in self._programs.values()
+            if not follows(p)
         }
         self.arena_bytes = max(plan.arena_bytes for plan in self.plans.values())
         self.arena = self._alloc(self.arena_bytes)
@@ -100,7 +101,9 @@ class CudaExecutor:
                     self._arrays[name] = self._new_array(value.shape, DType.F32)
                     self.write_state(name, value)
         buffers = {
-            b.name: b for p in self._programs.values() for b in p.of_kind(INPUT)
+            b.name: b
+            for p in self._programs.values()
+            for b in p.of_kind(INPUT)
             if b.name not in self._arrays
         }
         self._inputs = InputLayout.of(list(buffers.values()), limits)
@@ -205,7 +208,10 @@ class CudaExecutor:
             if writes_nothing(p, op, dims):
                 continue
             operands = bind(
-                p, op, dims, self._act,
+                p,
+                op,
+                dims,
+                self._act,
                 lambda name: self._array(p, name, dims, plan, arena),
                 arena + plan.offsets.get(scratch_name(i), 0),
             )
@@ -224,8 +230,11 @@ class CudaExecutor:
             assert self._previous is not None, f"{p.name} runs after another program"
             before, before_dims = self._previous
             return self._array(before, name, before_dims, self.plans[before.name], self.arena)
-        base = self._input_region + self._inputs.offsets[name] if b.kind == INPUT else (
-            arena + plan.offsets[name])
+        base = (
+            self._input_region + self._inputs.offsets[name]
+            if b.kind == INPUT
+            else (arena + plan.offsets[name])
+        )
         return DeviceArray(base, concrete(b.shape, dims), b.dtype or self._act)
 
     def _fetch(

@@ -68,8 +68,9 @@ def lifetimes(
         reads, writes = program.accesses(op)
         for name in reads:
             if program.buffers[name].kind in (TEMP, OUTPUT) and name not in first:
-                raise ValueError(f"{program.name}: op {i} ({op.kind}) reads {name} before it "
-                                 "is written")
+                raise ValueError(
+                    f"{program.name}: op {i} ({op.kind}) reads {name} before it is written"
+                )
         for name in (*reads, *writes):
             first.setdefault(name, i)
             last[name] = i
@@ -94,7 +95,11 @@ def plan_program(
 
 
 def bind(
-    program: Program, op: Op, dims: Dims, act: DType, resolve: Callable[[str], Any],
+    program: Program,
+    op: Op,
+    dims: Dims,
+    act: DType,
+    resolve: Callable[[str], Any],
     scratch: int = 0,
 ) -> Operands:
     """The op's operands with each buffer, weight and constant replaced by `resolve(name)`."""
@@ -110,8 +115,9 @@ def described(program: Program, op: Op, dims: Dims, act: DType) -> Operands:
     def resolve(name: str) -> DeviceArray:
         if name in program.buffers:
             b = program.buffers[name]
-            array = DeviceArray(0, concrete(program.buffers[program.root(name)].shape, dims),
-                                b.dtype or act)
+            array = DeviceArray(
+                0, concrete(program.buffers[program.root(name)].shape, dims), b.dtype or act
+            )
             return array.columns(b.column, int(b.shape[-1])) if b.parent else array
         if name in program.weights:
             return DeviceArray(0, program.weights[name].shape, act)
@@ -125,7 +131,8 @@ def writes_nothing(program: Program, op: Op, dims: Dims) -> bool:
     op_type = op_def(op.kind)
     return all(
         0 in concrete(program.buffers[op.operands[w]].shape, dims)
-        for w in op_type.writes if w in op.operands
+        for w in op_type.writes
+        if w in op.operands
     )
 
 

@@ -39,9 +39,7 @@ def lower(program: Program, phase: str) -> Program:
     return lowered.with_ops(ops)
 
 
-def merge_qkv(
-    p: Program, ops: list[Op], i: int, readers: Readers
-) -> tuple[int, Op] | None:
+def merge_qkv(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Products of one input that follow each other become one product with stacked weights.
 
     Their outputs turn into column views of the joint output.
@@ -71,32 +69,34 @@ def fuse_rope_kv_write(
     if [op.kind for op in ops[i : i + 3]] != ["rope", "rope", "kv_write"]:
         return None
     rope_q, rope_k, write = ops[i : i + 3]
-    columns = [p.buffers[n] for n in (rope_q.operands["x"], rope_k.operands["x"],
-                                      write.operands["v"])]
+    columns = [
+        p.buffers[n] for n in (rope_q.operands["x"], rope_k.operands["x"], write.operands["v"])
+    ]
     joint = columns[0].parent
     adjacent = joint is not None and all(
         c.parent == joint and c.column == sum(int(b.shape[-1]) for b in columns[:n])
         for n, c in enumerate(columns)
     )
     k_roped = rope_k.operands["y"]
-    alike = all(
-        rope_k.operands[n] == rope_q.operands[n] for n in ("positions", "inv_freq")
-    ) and write.operands["positions"] == rope_q.operands["positions"]
+    alike = (
+        all(rope_k.operands[n] == rope_q.operands[n] for n in ("positions", "inv_freq"))
+        and write.operands["positions"] == rope_q.operands["positions"]
+    )
     if not (adjacent and alike) or write.operands["k"] != k_roped or readers[k_roped] != 1:
         return None
     operands = {
-        "qkv": str(joint), "q": rope_q.operands["y"], "inv_freq": rope_q.operands["inv_freq"],
-        **{n: write.operands[n]
-           for n in ("positions", "token_slots", "block_tables", "kv_cache")},
+        "qkv": str(joint),
+        "q": rope_q.operands["y"],
+        "inv_freq": rope_q.operands["inv_freq"],
+        **{n: write.operands[n] for n in ("positions", "token_slots", "block_tables", "kv_cache")},
     }
-    fused = Op("rope_kv_write", operands, write.attrs, (rope_q, rope_k, write),
-               (p.buffers[k_roped],))
+    fused = Op(
+        "rope_kv_write", operands, write.attrs, (rope_q, rope_k, write), (p.buffers[k_roped],)
+    )
     return 3, fused
 
 
-def fuse_silu_mul(
-    p: Program, ops: list[Op], i: int, readers: Readers
-) -> tuple[int, Op] | None:
+def fuse_silu_mul(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Gate and up products with the SiLU product in the epilogue, weight rows interleaved."""
     if [op.kind for op in ops[i : i + 3]] != ["matmul", "matmul", "silu_mul"]:
         return None
@@ -113,9 +113,7 @@ def fuse_silu_mul(
     return 3, Op("matmul_silu_mul", operands, {}, (gate, up, act), _locals(p, products))
 
 
-def fuse_matmul_add(
-    p: Program, ops: list[Op], i: int, readers: Readers
-) -> tuple[int, Op] | None:
+def fuse_matmul_add(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Residual add in the epilogue of the product."""
     if [op.kind for op in ops[i : i + 2]] != ["matmul", "add"] or ops[i].parts:
         return None
@@ -128,9 +126,7 @@ def fuse_matmul_add(
     return 2, Op("matmul_add", operands, {}, (matmul, add), _locals(p, [product]))
 
 
-def fuse_add_rms_norm(
-    p: Program, ops: list[Op], i: int, readers: Readers
-) -> tuple[int, Op] | None:
+def fuse_add_rms_norm(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Residual add in the norm that follows it; the sum is kept, later layers read it."""
     if [op.kind for op in ops[i : i + 2]] != ["add", "rms_norm"]:
         return None
@@ -138,8 +134,11 @@ def fuse_add_rms_norm(
     if norm.operands["x"] != add.operands["y"]:
         return None
     operands = {
-        "x": add.operands["b"], "residual": add.operands["a"], "weight": norm.operands["weight"],
-        "sum": add.operands["y"], "y": norm.operands["y"],
+        "x": add.operands["b"],
+        "residual": add.operands["a"],
+        "weight": norm.operands["weight"],
+        "sum": add.operands["y"],
+        "y": norm.operands["y"],
     }
     return 2, Op("add_rms_norm", operands, norm.attrs, (add, norm))
 

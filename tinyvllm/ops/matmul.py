@@ -166,7 +166,10 @@ class MatmulAdd(OpDef):
 
     name = "matmul_add"
     reads = {
-        "x": ("M", "K"), "weight": ("N", "K"), "bias": ("N",), "residual": ("M", "N"),
+        "x": ("M", "K"),
+        "weight": ("N", "K"),
+        "bias": ("N",),
+        "residual": ("M", "N"),
     }
     writes = {"y": ("M", "N")}
     optional = frozenset({"bias"})
@@ -207,5 +210,7 @@ class MatmulSiluMul(OpDef):
         rows = program.shape_of(op.operands["weight"])[0]
         cols = program.shape_of(op.operands["y"])[1]
         if not isinstance(cols, int) or rows != 2 * cols or cols % 8:
-            raise ValueError(f"{self.name}: {rows} weight rows for {cols} columns: must be twice "
-                             "as many, and columns a multiple of 8")
+            raise ValueError(
+                f"{self.name}: {rows} weight rows for {cols} columns: must be twice "
+                "as many, and columns a multiple of 8"
+            )

@@ -66,16 +66,14 @@ class NumpyExecutor:
             p.name: plan_program(p, limits, DType.F32) for p in self._programs.values()
         }
         # Programs that read another's outputs get an arena of their own: both are in use.
-        shared = max((self.plans[n].arena_bytes for n in self._programs if not follows(self._programs[n])),
-                     default=0)
-        arena = np.zeros(shared, np.uint8)
-        self._arenas = {
-            n: np.zeros(self.plans[n].arena_bytes, np.uint8) if follows(self._programs[n]) else arena
-            for n in self._programs
-        }
+        own = {n for n, p in self._programs.items() if follows(p)}
+        sizes = {n: plan.arena_bytes for n, plan in self.plans.items()}
+        shared = np.zeros(max((sizes[n] for n in sizes if n not in own), default=0), np.uint8)
+        self._arenas = {n: np.zeros(sizes[n], np.uint8) if n in own else shared for n in sizes}
         self._inputs = {
             b.name: np.zeros(concrete(b.shape, limits), b.dtype.storage if b.dtype else np.float32)
-            for p in self._programs.values() for b in p.of_kind(INPUT)
+            for p in self._programs.values()
+            for b in p.of_kind(INPUT)
         }
         self._bound: dict[tuple[object, ...], tuple[_Step, ...]] = {}
         self._previous: dict[str, np.ndarray] = {}  # outputs of the program that ran last
@@ -88,10 +86,10 @@ class NumpyExecutor:
         for name, value in inputs.items():
             self._inputs[name][tuple(slice(n) for n in value.shape)] = value
         for step in self._steps(p, dims):
-            for op_type, operands, outputs in step.primitives:
+            for op_type, operands, activations in step.primitives:
                 op_type.reference(operands)
                 if self._round_to is not None:
-                    for array in outputs:
+                    for array in activations:
                         array[...] = self._round_to.round(array)
             if self._poison:
                 for array in step.dead:
@@ -137,8 +135,11 @@ class NumpyExecutor:
         steps = tuple(
             _Step(
                 tuple(self._primitives(p, op, dims)),
-                tuple(self._array(p, n, dims) for n, end in last.items()
-                      if end == i and p.buffers[n].kind == TEMP),
+                tuple(
+                    self._array(p, n, dims)
+                    for n, end in last.items()
+                    if end == i and p.buffers[n].kind == TEMP
+                ),
             )
             for i, op in enumerate(p.ops)
             if not writes_nothing(p, op, dims)
@@ -161,7 +162,8 @@ class NumpyExecutor:
             operands = bind(p, part, dims, DType.F32, resolve)
             # What is stored in the activation type on the GPU: temporaries and the KV cache.
             outputs = tuple(
-                getattr(operands, w) for w in op_type.writes
+                getattr(operands, w)
+                for w in op_type.writes
                 if w in part.operands and self._is_activation(p, part.operands[w])
             )
             yield op_type, operands, outputs

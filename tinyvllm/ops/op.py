@@ -86,13 +86,15 @@ class OpDef:
                 raise ValueError(f"{self.name}: operand {operand} is missing")
             shape = program.shape_of(names[operand])
             if len(shape) != len(contract):
-                raise ValueError(f"{self.name}: {operand}={names[operand]} has shape {shape}, "
-                                 f"must be {contract}")
+                raise ValueError(
+                    f"{self.name}: {operand}={names[operand]} has shape {shape}, must be {contract}"
+                )
             for want, have in zip(contract, shape, strict=True):
-                if (sizes.setdefault(want, have) if isinstance(want, str) else want) != have:
+                size = sizes.setdefault(want, have) if isinstance(want, str) else want
+                if size != have:
                     raise ValueError(
                         f"{self.name}: {operand}={names[operand]} has shape {shape}, must be "
-                        f"{contract} with {want}={sizes.get(want, want)}"
+                        f"{contract} with {want}={size}"
                     )
         return sizes
 
@@ -102,5 +104,7 @@ class OpDef:
         if unknown := set(op.operands) - known:
             raise ValueError(f"{self.name}: unknown operands {sorted(unknown)}")
         if set(op.attrs) != set(self.attrs):
-            raise ValueError(f"{self.name}: attributes {sorted(op.attrs)}, not {sorted(self.attrs)}")
+            raise ValueError(
+                f"{self.name}: attributes {sorted(op.attrs)}, not {sorted(self.attrs)}"
+            )
         self.bind(program, op.operands)

@@ -76,9 +76,7 @@ class Program:
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
 
-    def buffer(
-        self, name: str, shape: Shape, dtype: DType | None = None, kind: str = TEMP
-    ) -> str:
+    def buffer(self, name: str, shape: Shape, dtype: DType | None = None, kind: str = TEMP) -> str:
         """Declares a buffer and returns its name; declaring the same one again is allowed."""
         new = Buffer(name, shape, dtype, kind)
         if self.buffers.setdefault(name, new) != new:
@@ -133,8 +131,8 @@ class Program:
         op = Op(kind, names, attrs)
         op_type.check(self, op)
         self.ops.append(op)
-        first = next(iter(op_type.writes))
-        return names[first]
+        first: str = names[next(iter(op_type.writes))]
+        return first
 
     def root(self, name: str) -> str:
         """The buffer that owns the memory of `name`: its parent for a column view."""

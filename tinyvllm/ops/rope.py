@@ -60,7 +60,9 @@ class Rope(OpDef):
 
     name = "rope"
     reads: ClassVar[Mapping[str, Shape]] = {
-        "x": ("T", "N"), "positions": ("T",), "inv_freq": ("F",)
+        "x": ("T", "N"),
+        "positions": ("T",),
+        "inv_freq": ("F",),
     }
     writes: ClassVar[Mapping[str, Shape]] = {"y": ("T", "N")}
     attrs = frozenset({"head_dim"})
@@ -78,11 +80,20 @@ class Rope(OpDef):
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         tokens, width = a.x.shape
         heads = width // a.head_dim
-        return [ROPE(a.act).launch(
-            (tokens,), block_threads(heads, a.head_dim), x=a.x.ptr, positions=a.positions.ptr,
-            inv_freq=a.inv_freq.ptr, y=a.y.ptr, x_stride=a.x.row_stride, y_stride=a.y.row_stride,
-            num_heads=heads, half_dim=a.head_dim // 2,
-        )]
+        return [
+            ROPE(a.act).launch(
+                (tokens,),
+                block_threads(heads, a.head_dim),
+                x=a.x.ptr,
+                positions=a.positions.ptr,
+                inv_freq=a.inv_freq.ptr,
+                y=a.y.ptr,
+                x_stride=a.x.row_stride,
+                y_stride=a.y.row_stride,
+                num_heads=heads,
+                half_dim=a.head_dim // 2,
+            )
+        ]
 
     def cost(self, a: Operands) -> Cost:
         tokens, width = a.x.shape
@@ -93,9 +104,7 @@ class KvWrite(OpDef):
     """Writes the keys and values of tokens at their positions in their sequences' blocks."""
 
     name = "kv_write"
-    reads: ClassVar[Mapping[str, Shape]] = {
-        "k": ("T", "NK"), "v": ("T", "NK"), **_KV_READS
-    }
+    reads: ClassVar[Mapping[str, Shape]] = {"k": ("T", "NK"), "v": ("T", "NK"), **_KV_READS}
     writes: ClassVar[Mapping[str, Shape]] = {"kv_cache": _KV_CACHE}
     attrs = frozenset({"layer", "group"})
 
@@ -108,11 +117,20 @@ class KvWrite(OpDef):
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         kv_heads, _, head_dim = a.kv_cache.shape[-3:]
-        return [KV_WRITE(a.act).launch(
-            (a.k.shape[0],), block_threads(kv_heads, head_dim), k=a.k.ptr, v=a.v.ptr,
-            positions=a.positions.ptr, token_slots=a.token_slots.ptr, k_stride=a.k.row_stride,
-            v_stride=a.v.row_stride, half_dim=head_dim // 2, **kv_address(a),
-        )]
+        return [
+            KV_WRITE(a.act).launch(
+                (a.k.shape[0],),
+                block_threads(kv_heads, head_dim),
+                k=a.k.ptr,
+                v=a.v.ptr,
+                positions=a.positions.ptr,
+                token_slots=a.token_slots.ptr,
+                k_stride=a.k.row_stride,
+                v_stride=a.v.row_stride,
+                half_dim=head_dim // 2,
+                **kv_address(a),
+            )
+        ]
 
     def cost(self, a: Operands) -> Cost:
         tokens, width = a.k.shape
@@ -123,21 +141,29 @@ class RopeKvWrite(OpDef):
     """Rope of the q and k columns of `qkv`, and the KV write of the turned k and of v."""
 
     name = "rope_kv_write"
-    reads: ClassVar[Mapping[str, Shape]] = {
-        "qkv": ("T", "N"), **_KV_READS, "inv_freq": ("F",)
-    }
+    reads: ClassVar[Mapping[str, Shape]] = {"qkv": ("T", "N"), **_KV_READS, "inv_freq": ("F",)}
     writes: ClassVar[Mapping[str, Shape]] = {"q": ("T", "NQ"), "kv_cache": _KV_CACHE}
     attrs = frozenset({"layer", "group"})
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         head_dim = a.kv_cache.shape[-1]
         tokens, width = a.qkv.shape
-        return [ROPE_KV_WRITE(a.act).launch(
-            (tokens,), block_threads(width // head_dim, head_dim), qkv=a.qkv.ptr,
-            positions=a.positions.ptr, token_slots=a.token_slots.ptr, inv_freq=a.inv_freq.ptr,
-            q=a.q.ptr, qkv_stride=a.qkv.row_stride, q_stride=a.q.row_stride,
-            num_heads=a.q.shape[1] // head_dim, half_dim=head_dim // 2, **kv_address(a),
-        )]
+        return [
+            ROPE_KV_WRITE(a.act).launch(
+                (tokens,),
+                block_threads(width // head_dim, head_dim),
+                qkv=a.qkv.ptr,
+                positions=a.positions.ptr,
+                token_slots=a.token_slots.ptr,
+                inv_freq=a.inv_freq.ptr,
+                q=a.q.ptr,
+                qkv_stride=a.qkv.row_stride,
+                q_stride=a.q.row_stride,
+                num_heads=a.q.shape[1] // head_dim,
+                half_dim=head_dim // 2,
+                **kv_address(a),
+            )
+        ]
 
     def cost(self, a: Operands) -> Cost:
         tokens, width = a.qkv.shape

@@ -129,9 +129,7 @@ class StepInputs(OpDef):
         rows = np.repeat(np.arange(len(lengths)), lengths)
         a.token_slots[...] = a.batch_slots[rows]
         a.positions[...] = a.row_position[a.token_slots] - starts[rows] + np.arange(len(rows))
-        a.token_ids[...] = np.where(
-            a.prompt_ids >= 0, a.prompt_ids, a.row_token[a.token_slots]
-        )
+        a.token_ids[...] = np.where(a.prompt_ids >= 0, a.prompt_ids, a.row_token[a.token_slots])
         a.seq_lens[...] = a.row_position[a.batch_slots] + lengths
         a.sample_index[...] = a.query_start[a.sample_rows + 1] - 1
         a.sample_slots[...] = a.batch_slots[a.sample_rows]

@@ -15,9 +15,7 @@ SAMPLE_CHUNK = Kernel(
     "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_temperature, ptr row_seed, "
     "ptr partial, i32 vocab",
 )
-SAMPLE_MERGE = Kernel(
-    "sample.cu", "sample_merge_kernel", "ptr partial, ptr tokens, i32 num_chunks"
-)
+SAMPLE_MERGE = Kernel("sample.cu", "sample_merge_kernel", "ptr partial, ptr tokens, i32 num_chunks")
 THREADS = 256
 CHUNK = 2048  # logits a block of the first kernel looks at
 PARTIAL_BYTES = 8  # a chunk's best value and where it is

@@ -1,0 +1,123 @@
+"""What a backend is built from: the memory plan, the programs, dummy weights in place."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from harness import pack
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.engine.backend import _fill_all, model_dtype, plan_engine, step_programs
+from tinyvllm.model.config import ModelConfig, RopeConfig
+from tinyvllm.model.presets import PRESETS, DummySource
+from tinyvllm.model.weights import load_numpy, packed_weights, place_weights
+from tinyvllm.ops.random_fill import RANDOM_FILL, dummy_values
+from tinyvllm.util import DType, InputError
+
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 60 << 20, 141 << 30)
+LLAMA = PRESETS["llama-3.2-1b"]
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM", vocab_size=97, hidden_size=136, intermediate_size=72,
+    num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=64,
+    rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64, tie_word_embeddings=False,
+    attention_bias=True, mlp_bias=True, dtype=DType.BF16, bos_token_id=None, eos_token_ids=(),
+)
+
+
+def plan(free_gib, model=LLAMA, primitive=False, **options):
+    config = EngineConfig(model="m", **options)
+    programs = step_programs(config, model, primitive)
+    act = DType.F32 if primitive else DType.BF16
+    return plan_engine(config, model, programs, free_bytes=int(free_gib * (1 << 30)), act=act,
+                       device=None if primitive else H200)
+
+
+def test_the_reference_model_on_a_large_gpu_gets_its_whole_context():
+    memory, max_model_len = plan(139)
+    assert max_model_len == LLAMA.max_position_embeddings
+    assert memory.block_bytes == 512 << 10
+    assert memory.weights == pytest.approx(1235814400 * 2, rel=1e-3)
+    assert memory.unused >= 0
+    assert memory.num_blocks > 100_000
+
+
+def test_a_small_gpu_shortens_the_context_unless_it_was_asked_for():
+    memory, max_model_len = plan(8)
+    assert max_model_len == memory.num_blocks * 16 < LLAMA.max_position_embeddings
+    memory, max_model_len = plan(8, max_model_len=4096, max_num_seqs=2)
+    assert max_model_len == 4096
+    assert memory.num_blocks == 2 * 256, "no more blocks than two sequences can use"
+    with pytest.raises(InputError, match=r"does not fit: 8192 KV blocks are needed(.|\n)*weights"):
+        plan(6, max_model_len=131072)
+    with pytest.raises(InputError, match="weights alone exceed"):
+        plan(2)
+
+
+def test_lower_limits_need_less():
+    large, _ = plan(139)
+    small, _ = plan(139, max_num_batched_tokens=512, max_num_seqs=16)
+    assert small.arenas < large.arenas / 10
+    assert small.state < large.state / 10
+    assert small.weights == large.weights
+    assert plan(139, block_size=32)[0].block_bytes == 2 * large.block_bytes
+
+
+def test_the_cpu_plans_for_float32():
+    cpu, _ = plan(139, primitive=True)
+    gpu, _ = plan(139)
+    assert cpu.block_bytes == 2 * gpu.block_bytes
+    assert cpu.weights == 2 * gpu.weights
+
+
+@pytest.mark.parametrize(
+    ("option", "stored", "wanted"),
+    [
+        ("auto", DType.BF16, DType.BF16),
+        ("auto", DType.FP16, DType.FP16),
+        ("auto", DType.F32, DType.BF16),
+        ("float16", DType.BF16, DType.FP16),
+        ("bfloat16", DType.F32, DType.BF16),
+    ],
+)
+def test_dtype_is_the_one_asked_for_or_the_checkpoints_16_bit_one(option, stored, wanted):
+    model = dataclasses.replace(TINY, dtype=stored)
+    assert model_dtype(EngineConfig(model="m", dtype=option), model) is wanted
+
+
+def run_fill(launch, memory, base):
+    """What random_fill_kernel does, by its arguments alone."""
+    a = dict(zip([name for _, name in RANDOM_FILL.params], launch.args, strict=True))
+    itemsize = memory.dtype.itemsize
+    vec = int(launch.spec.template_args[1])
+    row_len = a["row_vectors"] * vec
+    num_rows, rest = divmod(a["num_vectors"], a["row_vectors"])
+    assert rest == 0 and launch.grid[0] * launch.block * 4 >= a["num_vectors"]
+    values = dummy_values(a["key"], 0, num_rows * row_len, a["base"], a["scale"])
+    start, rest = divmod(a["dst"] - base, itemsize)
+    assert rest == 0 and a["dst"] % (vec * itemsize) == 0
+    for row in range(num_rows):
+        place = row + row // a["group"] * a["group"] * (a["num_parts"] - 1)
+        first = start + place * a["pitch"]
+        piece = memory[first : first + row_len]
+        assert not piece.any(), "written twice"
+        piece[:] = DType.BF16.encode(values[row * row_len : (row + 1) * row_len])
+
+
+def test_dummy_weights_made_in_place_are_those_of_the_cpu():
+    source = DummySource(TINY)
+    programs = step_programs(EngineConfig(model="m"), TINY, primitive=False)
+    packed = packed_weights(programs)
+    base = 1 << 20
+    arrays, num_bytes = place_weights(packed, DType.BF16, base)
+    memory = np.zeros(num_bytes // 2, np.uint16)
+    for launch in _fill_all(source, packed, arrays):
+        run_fill(launch, memory, base)
+    primitive = step_programs(EngineConfig(model="m"), TINY, primitive=True)[0]
+    checkpoint = load_numpy(source, primitive, DType.BF16)
+    for name, weight in packed.items():
+        start = (arrays[name].ptr - base) // 2
+        have = memory[start : start + arrays[name].size].reshape(weight.shape)
+        want = DType.BF16.encode(pack(weight, checkpoint))
+        np.testing.assert_array_equal(have, want, err_msg=name)
+        assert len(np.unique(have)) > min(have.size, 200) // 4, f"{name} is nearly constant"

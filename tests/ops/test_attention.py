@@ -1,0 +1,258 @@
+"""Paged attention: the reference, how contexts are split, and the kernels at awkward lengths."""
+
+import re
+
+import numpy as np
+import pytest
+from harness import check_cuda, run_cuda, run_numpy
+
+from tinyvllm.driver.compiler import cuda_src_dir
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.memory.array import DeviceArray
+from tinyvllm.ops import attention
+from tinyvllm.ops.op import Operands
+from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
+from tinyvllm.util import DType, InputError, ceil_div
+
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30)
+LAYERS, LAYER = 2, 1
+CONTEXTS = [1, 7, 16, 17, 63, 200, 1000, 4097]
+CHUNKS = [(n, earlier) for n in (1, 7, 17, 64, 65, 300) for earlier in (0, 5, 16, 333)]
+
+
+def attention_program(heads, kv_heads, head_dim, block_size):
+    p = Program("test")
+    i32 = DType.I32
+    p.buffer("kv_cache", ("NB", LAYERS, 2, kv_heads, block_size, head_dim), kind=STATE)
+    p.buffer("block_tables", (2, "SLOTS", "MB"), i32, STATE)
+    for name, dim in (("query_start", "R1"), ("batch_slots", "R"), ("seq_lens", "R")):
+        p.buffer(name, (dim,), i32, INPUT)
+    q = p.buffer("q", ("T", heads * head_dim), kind=INPUT)
+    p.emit("attention", "y", q=q, kv_cache="kv_cache", block_tables="block_tables",
+           query_start="query_start", batch_slots="batch_slots", seq_lens="seq_lens",
+           layer=LAYER, group=1, scale=head_dim**-0.5, out_kind=OUTPUT)
+    return p
+
+
+def problem(rows, heads, kv_heads, head_dim, block_size, seed=0):
+    """dims and arrays for rows of (new tokens, earlier tokens); everything that no row may read
+    is poison: NaN in the cache, block ids far out of range in the tables."""
+    rng = np.random.default_rng(seed)
+    lengths = [new + earlier for new, earlier in rows]
+    needed = [ceil_div(n, block_size) for n in lengths]
+    slots = rng.permutation(len(rows) + 2)[: len(rows)].astype(np.int32)
+    ids = rng.permutation(sum(needed) + 3).astype(np.int32)
+    tables = np.full((2, len(rows) + 2, max(needed) + 1), 1 << 30, np.int32)
+    cache = np.full((len(ids), LAYERS, 2, kv_heads, block_size, head_dim), np.nan, np.float32)
+    for r, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        own = ids[sum(needed[:r]) : sum(needed[: r + 1])]
+        tables[1, slot, : len(own)] = own
+        kv = rng.standard_normal((length, 2, kv_heads, head_dim), np.float32)
+        at = np.arange(length)
+        cache[own[at // block_size], LAYER, :, :, at % block_size] = kv
+    starts = np.cumsum([0, *(new for new, _ in rows)]).astype(np.int32)
+    decode = next((i for i, (new, _) in enumerate(rows) if new > 1), len(rows))
+    dims = {
+        "T": int(starts[-1]), "R": len(rows), "R1": len(rows) + 1, "D": decode,
+        "Q": max((new for new, _ in rows[decode:]), default=0), "C": max(lengths) + 3,
+        "NB": len(ids), "SLOTS": tables.shape[1], "MB": tables.shape[2],
+    }
+    # Twice the usual spread of queries: weights differ enough for a wrong one to show.
+    q = 2 * rng.standard_normal((dims["T"], heads * head_dim), np.float32)
+    return dims, {
+        "kv_cache": cache, "block_tables": tables, "query_start": starts, "batch_slots": slots,
+        "seq_lens": np.array(lengths, np.int32), "q": q,
+    }
+
+
+def exact(arrays, heads, kv_heads, head_dim, block_size):
+    """float64, one query and one head at a time."""
+    q = arrays["q"].astype(np.float64).reshape(-1, heads, head_dim)
+    y = np.empty_like(q)
+    for r, slot in enumerate(arrays["batch_slots"]):
+        start, end = arrays["query_start"][r : r + 2]
+        for t in range(start, end):
+            at = np.arange(arrays["seq_lens"][r] - (end - t) + 1)
+            blocks = arrays["block_tables"][1, slot, at // block_size]
+            for h in range(heads):
+                kv = arrays["kv_cache"][blocks, LAYER, :, h * kv_heads // heads, at % block_size]
+                score = kv[:, 0].astype(np.float64) @ q[t, h] / np.sqrt(head_dim)
+                weight = np.exp(score - score.max())
+                y[t, h] = weight @ kv[:, 1] / weight.sum()
+    return y.reshape(len(y), -1)
+
+
+def operands(rows, heads, kv_heads, head_dim, *, decode, context, queries=1, block_size=16):
+    def array(*shape, dtype=DType.I32):
+        return DeviceArray(0, shape, dtype)
+
+    tokens = decode + (rows - decode) * queries
+    q = array(tokens, heads * head_dim, dtype=DType.BF16)
+    return Operands(
+        q=q, y=q, kv_cache=array(100, 2, 2, kv_heads, block_size, head_dim, dtype=DType.BF16),
+        block_tables=array(1, rows, 10), query_start=array(rows + 1), batch_slots=array(rows),
+        seq_lens=array(rows), layer=0, group=0, scale=0.125, act=DType.BF16, scratch=1 << 20,
+        dims={"D": decode, "C": context, "Q": queries},
+    )
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 8), (64, 16), (128, 32), (128, 64)])
+def test_reference(group, head_dim, block_size):
+    heads, kv_heads = 2 * group, 2
+    rows = [(1, 0), (1, 40), (1, 6), (9, 0), (1, 15), (20, 33)]
+    dims, arrays = problem(rows, heads, kv_heads, head_dim, block_size)
+    program = attention_program(heads, kv_heads, head_dim, block_size)
+    got = run_numpy(program, dims, arrays)["y"]
+    want = exact(arrays, heads, kv_heads, head_dim, block_size)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_reference_in_small_steps(monkeypatch):
+    shape = (6, 2, 64, 16)
+    dims, arrays = problem([(1, 30), (50, 21)], *shape)
+    whole = run_numpy(attention_program(*shape), dims, arrays)["y"]
+    monkeypatch.setattr(attention, "REFERENCE_SCORES", 6 * 71 * 8)
+    in_steps = run_numpy(attention_program(*shape), dims, arrays)["y"]
+    np.testing.assert_allclose(in_steps, whole, atol=1e-5)
+
+
+def test_chunks_equal_the_whole():
+    shape = (6, 2, 64, 16)
+    dims, arrays = problem([(50, 0)], *shape)
+    program = attention_program(*shape)
+    whole = run_numpy(program, dims, arrays)["y"]
+    for start, end in ((0, 19), (19, 20), (20, 50)):
+        n = end - start
+        chunk = arrays | {"q": arrays["q"][start:end], "query_start": np.array([0, n], np.int32),
+                          "seq_lens": np.array([end], np.int32)}
+        got = run_numpy(program, dims | {"T": n, "Q": n, "D": int(n == 1)}, chunk)["y"]
+        np.testing.assert_allclose(got, whole[start:end], atol=1e-5)
+
+
+def test_constants_are_those_of_the_kernels():
+    def constants(file):
+        text = (cuda_src_dir() / file).read_text()
+        return {n: int(v) for n, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
+
+    decode, prefill = constants("attention_decode.cu"), constants("attention_prefill.cu")
+    assert decode == {"kThreads": attention.DECODE_THREADS,
+                      "kMinPartition": attention.MIN_PARTITION,
+                      "kMaxPartitions": attention.MAX_PARTITIONS}
+    assert prefill == {"kThreads": attention.PREFILL_THREADS,
+                       "kQueries": attention.PREFILL_QUERIES, "kKeys": attention.PREFILL_KEYS}
+
+
+def test_partitions_of_every_context_fit_the_scratch():
+    lengths = [*range(1, 3000, 7), 8191, 8192, 8193, 16384, 16385, 131072, 10**6]
+    for length in lengths:
+        count = ceil_div(length, attention.partition_length(length))
+        for context in (length, length + 1, 2 * length):
+            assert 1 <= count <= attention.max_partitions(context) <= attention.MAX_PARTITIONS
+
+
+@pytest.mark.parametrize(("rows", "context", "splits"), [
+    (1, 100, 1), (1, 129, 2), (1, 4096, 32), (1, 131072, 64), (16, 4096, 9), (131, 4096, 2),
+    (132, 4096, 1), (256, 131072, 1),
+])
+def test_decode_splits(rows, context, splits):
+    assert attention.decode_splits(rows, 8, context, 132) == splits
+
+
+@pytest.mark.parametrize(("group", "heads"), [(1, 1), (3, 3), (4, 4), (8, 8), (9, 5), (11, 6),
+                                              (12, 6), (16, 8), (17, 6)])
+def test_a_block_takes_the_whole_group_or_even_parts(group, heads):
+    assert attention.decode_heads(group) == heads
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (32, 8), (22, 2), (8, 8)])
+@pytest.mark.parametrize("context", [100, 1000, 100000])
+def test_scratch_bounds_all_smaller_steps(heads, kv_heads, context):
+    op = attention.Attention()
+    for limit in (1, 16, 200):
+        bound = op.scratch(operands(limit, heads, kv_heads, 64, decode=limit, context=context),
+                           H200)
+        for rows in {1, min(15, limit), min(100, limit), limit}:
+            for c in {min(context, 300), context}:
+                a = operands(rows, heads, kv_heads, 64, decode=rows, context=c)
+                launches = op.launches(a, H200)
+                if len(launches) > 1:  # split: the last state's end
+                    names = [n for _, n in attention.MERGE.params]
+                    args = dict(zip(names, launches[1].args, strict=True))
+                    states = rows * heads * args["max_partitions"]
+                    assert args["partial_out"] == a.scratch
+                    assert args["partial_state"] == a.scratch + states * 64 * 4
+                    assert args["partial_state"] + states * 8 <= a.scratch + bound
+
+
+def test_launches_cover_decode_and_prefill_rows():
+    op = attention.Attention()
+    a = operands(7, 32, 8, 128, decode=4, context=500, queries=130)
+    decode, merge, prefill = op.launches(a, H200)
+    assert decode.grid == (4, 8, 4)
+    assert merge.grid == (32, 4, 1) and merge.block == 128
+    assert prefill.grid == (3, 32, 3) and prefill.smem == 65536
+    assert len(op.launches(operands(3, 8, 8, 64, decode=0, context=50, queries=9), H200)) == 1
+    assert len(op.launches(operands(3, 8, 8, 64, decode=3, context=50), H200)) == 1
+    with pytest.raises(InputError, match="head_dim=80"):
+        op.launches(operands(1, 8, 8, 80, decode=1, context=50), H200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "block_size"), [
+    (1, 2, 64, 8), (3, 3, 64, 16), (4, 2, 64, 32), (8, 1, 128, 64), (11, 1, 128, 16),
+    (2, 2, 128, 8), (5, 1, 64, 64), (6, 1, 64, 16), (7, 1, 128, 16),
+])
+def test_decode_kernel(device, group, kv_heads, head_dim, block_size, act):
+    shape = (group * kv_heads, kv_heads, head_dim, block_size)
+    dims, arrays = problem([(1, n - 1) for n in CONTEXTS], *shape)
+    program = attention_program(*shape)
+    check_cuda(device, program, program, dims, arrays, act, {"T": 10})
+
+
+@pytest.mark.gpu
+def test_decode_of_the_longest_partitions(device):
+    shape = (4, 1, 64, 64)
+    dims, arrays = problem([(1, 8192), (1, 20000), (1, 8191)], *shape)
+    program = attention_program(*shape)
+    check_cuda(device, program, program, dims, arrays)
+
+
+@pytest.mark.gpu
+def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
+    """To the bit: alone over many blocks, in a batch, and merged inside of one block."""
+    shape = (8, 2, 64, 16)
+    dims, arrays = problem([(1, 4096), (1, 299), (1, 1500)], *shape)
+    program = attention_program(*shape)
+    batch = run_cuda(device, program, dims, arrays)["y"]
+    for r in range(3):
+        one = {n: arrays[n][r : r + 1] for n in ("q", "batch_slots", "seq_lens")}
+        one["query_start"] = np.array([0, 1], np.int32)
+        alone = run_cuda(device, program, dims | {"T": 1, "R": 1, "R1": 2, "D": 1}, arrays | one)
+        np.testing.assert_array_equal(alone["y"][0], batch[r])
+    monkeypatch.setattr(attention, "decode_splits", lambda *_: 1)
+    np.testing.assert_array_equal(run_cuda(device, program, dims, arrays)["y"], batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "block_size"), [
+    (1, 2, 64, 8), (3, 1, 64, 16), (4, 1, 128, 32), (8, 1, 128, 64),
+])
+def test_prefill_kernel(device, group, kv_heads, head_dim, block_size, act):
+    shape = (group * kv_heads, kv_heads, head_dim, block_size)
+    dims, arrays = problem(CHUNKS, *shape)
+    # Rows of one token among chunks are the prefill kernel's too.
+    dims |= {"D": 0, "Q": 320}
+    program = attention_program(*shape)
+    check_cuda(device, program, program, dims, arrays, act, {"T": dims["T"] + 5})
+
+
+@pytest.mark.gpu
+def test_mixed_rows(device):
+    shape = (9, 3, 64, 16)
+    dims, arrays = problem([(1, 200), (1, 0), (1, 900), (77, 50), (1, 64), (300, 0)], *shape)
+    program = attention_program(*shape)
+    first = check_cuda(device, program, program, dims, arrays)["y"]
+    np.testing.assert_array_equal(run_cuda(device, program, dims, arrays)["y"], first)

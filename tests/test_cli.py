@@ -1,0 +1,151 @@
+import argparse
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinyvllm import cli
+from tinyvllm.cli import add_options, from_args, main
+from tinyvllm.config import EngineConfig
+from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.util import InputError
+
+ROOT = Path(__file__).parents[1]
+
+
+def parse(config, *argv):
+    parser = argparse.ArgumentParser()
+    add_options(parser, config)
+    return from_args(config, parser.parse_args(argv))
+
+
+@pytest.mark.parametrize("config", [EngineConfig, SamplingParams])
+def test_every_field_is_an_option_with_its_default(config):
+    assert parse(config) == config()
+    parser = argparse.ArgumentParser()
+    add_options(parser, config)
+    text = parser.format_help()
+    for field in dataclasses.fields(config):
+        assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_options_have_the_types_of_their_fields():
+    config = parse(EngineConfig, "--model", "m", "--max-model-len", "100", "--block-size", "32",
+                   "--gpu-memory-utilization", "0.5", "--device", "cpu")
+    assert config == EngineConfig(model="m", max_model_len=100, block_size=32,
+                                  gpu_memory_utilization=0.5, device="cpu")
+    params = parse(SamplingParams, "--temperature", "0.7", "--ignore-eos", "--seed", "3",
+                   "--stop-token-ids", "4", "5")
+    assert params == SamplingParams(temperature=0.7, ignore_eos=True, seed=3,
+                                    stop_token_ids=(4, 5))
+    assert parse(SamplingParams, "--no-ignore-eos") == SamplingParams()
+
+
+def test_a_field_may_be_left_out():
+    parser = argparse.ArgumentParser()
+    add_options(parser, EngineConfig, leave_out="seed")
+    assert from_args(EngineConfig, parser.parse_args([]), leave_out="seed") == EngineConfig()
+    assert "--seed" not in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["generate"],
+        ["generate", "x", "--block-size", "12"],
+        ["generate", "x", "--max-tokens", "many"],
+        ["generate", "x", "--max-token", "5", "--colour", "red"],
+        ["sing"],
+    ],
+)
+def test_wrong_usage_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    assert "usage: tinyvllm" in capsys.readouterr().err
+
+
+def generate(golden, *options):
+    return main(["generate", "ab", "--model", str(golden / "llama_bias"), "--device", "cpu",
+                 "--max-num-batched-tokens", "512", *options])
+
+
+def test_generate_writes_the_text_and_says_how_fast_it_was(golden, capsys):
+    assert generate(golden, "--max-tokens", "8", "--ignore-eos") == 0
+    out, err = capsys.readouterr()
+    from tinyvllm import LLM
+
+    with LLM(str(golden / "llama_bias"), device="cpu", max_num_batched_tokens=512) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        assert out == llm.generate("ab", params)[0].outputs[0].text + "\n"
+    assert "llama_bias" in err and "on cpu" in err
+    assert "tokens/s prompt" in err and "tokens/s decode" in err and "first token" in err
+
+
+def test_one_token_has_no_decode_rate(golden, capsys):
+    assert generate(golden, "--max-tokens", "1") == 0
+    assert "decode" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "-1"], "temperature=-1"),
+        (["--temperature", "nan"], "temperature=nan"),
+        (["--max-model-len", "4096"], "max_model_len=4096"),
+        (["--stop-token-ids", "600"], r"stop_token_ids[0]=600"),
+        (["--device", "gpu"], "device='gpu'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_1(golden, options, message, capsys):
+    assert generate(golden, *options) == 1
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert last.startswith("tinyvllm: ") and message in last
+    assert "Traceback" not in err and out == ""
+
+
+def test_errors_of_ours_are_not_hidden(monkeypatch):
+    def broken(args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "run_doctor", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(InputError("bad"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_exit_status_of_errors(monkeypatch, error, status):
+    def fails(args):
+        raise error
+
+    monkeypatch.setattr(cli, "run_doctor", fails)
+    assert main(["doctor"]) == status
+
+
+def test_a_closed_pipe_ends_quietly(golden):
+    """`tinyvllm generate ... | head -c 1`, as the module and as a process."""
+    command = [sys.executable, "-m", "tinyvllm", "generate", "ab", "--device", "cpu", "--model",
+               str(golden / "llama_bias"), "--max-tokens", "200", "--ignore-eos",
+               "--max-num-batched-tokens", "512"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as process:
+        process.stdout.close()
+        assert process.stderr is not None
+        err = process.stderr.read()
+        assert process.wait(timeout=60) == 1
+    assert "Traceback" not in err and "Exception ignored" not in err
+
+
+def test_doctor_returns_1_when_there_is_a_problem(monkeypatch):
+    from tinyvllm import doctor
+
+    for problems, status in ((0, 0), (3, 1)):
+        monkeypatch.setattr(doctor, "run_doctor", lambda index, n=problems: n)
+        assert main(["doctor"]) == status

@@ -1,0 +1,83 @@
+"""Every kernel of cuda_src/ is declared once, with the parameters that its source has."""
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import tinyvllm
+from tinyvllm.driver.spec import Kernel
+
+SOURCES = Path(__file__).parents[1] / "cuda_src"
+SCALARS = {
+    "i32": {"int", "i32"},
+    "u32": {"u32", "unsigned", "unsigned int"},
+    "i64": {"i64", "long long"},
+    "u64": {"u64", "unsigned long long"},
+    "f32": {"float"},
+}
+PATTERN = re.compile(
+    r"(?:template\s*<(?P<template>[^>{;]*)>\s*)?"
+    r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+)?"
+    r"(?P<name>\w+)\s*\((?P<params>[^)]*)\)"
+)
+
+
+def strip_comments(text):
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+
+
+def kernels_in_source(path):
+    """name -> (number of template parameters, [(type, name)]) of a file's kernels."""
+    kernels = {}
+    for match in PATTERN.finditer(strip_comments(path.read_text())):
+        params = []
+        for param in match["params"].split(","):
+            words = re.sub(r"\b(const|__restrict__|__grid_constant__)\b", " ", param)
+            kind, name = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", words, re.S).groups()
+            params.append((" ".join(kind.split()), name))
+        template = match["template"]
+        kernels[match["name"]] = (len(template.split(",")) if template else 0, params)
+    return kernels
+
+
+def declared_kernels():
+    """Every Kernel that a module of the package declares."""
+    kernels = set()
+    for module in pkgutil.walk_packages(tinyvllm.__path__, "tinyvllm."):
+        if module.name != "tinyvllm.__main__":
+            values = vars(importlib.import_module(module.name)).values()
+            kernels |= {value for value in values if isinstance(value, Kernel)}
+    return sorted(kernels, key=lambda k: (k.file, k.entry))
+
+
+FILES = sorted(SOURCES.glob("*.cu"))
+KERNELS = declared_kernels()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_kernel_of_a_file_is_declared(path):
+    found = kernels_in_source(path)
+    assert path.read_text().count("__global__") == len(found), "the pattern misses a kernel"
+    assert found, f"{path.name} has no kernel"
+    assert set(found) == {k.entry for k in KERNELS if k.file == path.name}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.entry)
+def test_the_declared_signature_is_that_of_the_source(kernel):
+    _, params = kernels_in_source(SOURCES / kernel.file)[kernel.entry]
+    assert [name for _, name in params] == [name for _, name in kernel.params]
+    for (source, name), (declared, _) in zip(params, kernel.params, strict=True):
+        if declared == "ptr":
+            assert source.endswith("*"), f"{name} is {source}, declared as an address"
+        else:
+            assert source in SCALARS[declared], f"{name} is {source}, declared {declared}"
+
+
+def test_headers_are_all_included_by_something():
+    texts = {path: path.read_text() for path in [*FILES, *SOURCES.glob("include/*.cuh")]}
+    for header in SOURCES.glob("include/*.cuh"):
+        users = [p for p, text in texts.items() if f'#include "{header.name}"' in text]
+        assert users, f"nothing includes {header.name}"
