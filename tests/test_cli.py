@@ -32,14 +32,34 @@ def test_every_field_is_an_option_with_its_default(config):
 
 
 def test_options_have_the_types_of_their_fields():
-    config = parse(EngineConfig, "--model", "m", "--max-model-len", "100", "--block-size", "32",
-                   "--gpu-memory-utilization", "0.5", "--device", "cpu")
-    assert config == EngineConfig(model="m", max_model_len=100, block_size=32,
-                                  gpu_memory_utilization=0.5, device="cpu")
-    params = parse(SamplingParams, "--temperature", "0.7", "--ignore-eos", "--seed", "3",
-                   "--stop-token-ids", "4", "5")
-    assert params == SamplingParams(temperature=0.7, ignore_eos=True, seed=3,
-                                    stop_token_ids=(4, 5))
+    config = parse(
+        EngineConfig,
+        "--model",
+        "m",
+        "--max-model-len",
+        "100",
+        "--block-size",
+        "32",
+        "--gpu-memory-utilization",
+        "0.5",
+        "--device",
+        "cpu",
+    )
+    assert config == EngineConfig(
+        model="m", max_model_len=100, block_size=32, gpu_memory_utilization=0.5, device="cpu"
+    )
+    params = parse(
+        SamplingParams,
+        "--temperature",
+        "0.7",
+        "--ignore-eos",
+        "--seed",
+        "3",
+        "--stop-token-ids",
+        "4",
+        "5",
+    )
+    assert params == SamplingParams(temperature=0.7, ignore_eos=True, seed=3, stop_token_ids=(4, 5))
     assert parse(SamplingParams, "--no-ignore-eos") == SamplingParams()
 
 
@@ -69,8 +89,19 @@ def test_wrong_usage_exits_with_2(argv, capsys):
 
 
 def generate(golden, *options):
-    return main(["generate", "ab", "--model", str(golden / "llama_bias"), "--device", "cpu",
-                 "--max-num-batched-tokens", "512", *options])
+    return main(
+        [
+            "generate",
+            "ab",
+            "--model",
+            str(golden / "llama_bias"),
+            "--device",
+            "cpu",
+            "--max-num-batched-tokens",
+            "512",
+            *options,
+        ]
+    )
 
 
 def test_generate_writes_the_text_and_says_how_fast_it_was(golden, capsys):
@@ -131,11 +162,25 @@ def test_exit_status_of_errors(monkeypatch, error, status):
 
 def test_a_closed_pipe_ends_quietly(golden):
     """`tinyvllm generate ... | head -c 1`, as the module and as a process."""
-    command = [sys.executable, "-m", "tinyvllm", "generate", "ab", "--device", "cpu", "--model",
-               str(golden / "llama_bias"), "--max-tokens", "200", "--ignore-eos",
-               "--max-num-batched-tokens", "512"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "tinyvllm",
+        "generate",
+        "ab",
+        "--device",
+        "cpu",
+        "--model",
+        str(golden / "llama_bias"),
+        "--max-tokens",
+        "200",
+        "--ignore-eos",
+        "--max-num-batched-tokens",
+        "512",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         process.stdout.close()
         assert process.stderr is not None
         err = process.stderr.read()

@@ -36,7 +36,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 def layer_of(module):
     """`module`: a dotted name that begins with tinyvllm."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def module_of(path):
@@ -96,7 +96,10 @@ def loaded_after(code):
     """Top-level and CUDA modules that are loaded after running `code` in a new interpreter."""
     result = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return set(result.stdout.split())
 

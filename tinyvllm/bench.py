@@ -21,8 +21,10 @@ from tinyvllm.api.llm import LLM
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device, Event, Stream
 from tinyvllm.driver.memory import copy_device
+from tinyvllm.engine.backend import open_backend
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.model.config import ModelConfig
+from tinyvllm.model.hub import resolve_model
 from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
 from tinyvllm.ops.executor import described
@@ -159,7 +161,8 @@ def bench_load(config: EngineConfig) -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(PRESETS[config.model], Path(directory))
         for _ in range(2):
-            LLM(**asdict(replace(config, model=directory, load_format="safetensors"))).close()
+            model = resolve_model(directory, "safetensors")
+            open_backend(replace(config, model=directory), model).close()
 
 
 def write_checkpoint(model: ModelConfig, directory: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tinyvllm.config import option
 from tinyvllm.util import InputError
 
 MAX_SEED = (1 << 63) - 1
@@ -30,13 +31,13 @@ class SamplingParams:
     Raises InputError, naming the option, the value and the limit.
     """
 
-    temperature: float = 1.0
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop_token_ids: Sequence[int] = ()
+    temperature: float = option(1.0, "0 takes the likeliest token; above, logits are divided")
+    max_tokens: int | None = option(16, "most tokens to generate")
+    ignore_eos: bool = option(False, "go on after an end-of-sequence token")
+    seed: int | None = option(None, "fixes the random numbers (default: one from the engine's)")
+    logprobs: int | None = option(None, "likeliest tokens to report for each token")
+    prompt_logprobs: int | None = option(None, "the same for tokens of the prompt")
+    stop_token_ids: Sequence[int] = option((), "ids after any of which it ends")
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)

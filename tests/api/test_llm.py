@@ -140,7 +140,7 @@ def test_without_max_tokens_a_request_goes_on_to_max_model_len(golden, cases):
         assert output.outputs[0].finish_reason == "length"
         (last,) = llm.generate(ids([7] * 39), params)
         assert len(last.outputs[0].token_ids) == 1
-        with pytest.raises(InputError, match="40 tokens; it may have 39.*max_model_len=40"):
+        with pytest.raises(InputError, match=r"40 tokens; it may have 39.*max_model_len=40"):
             llm.generate(ids([7] * 40), params)
 
 

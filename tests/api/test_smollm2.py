@@ -95,6 +95,8 @@ def test_gpu_predicts_as_the_oracle(cuda: LLM, golden: Path) -> None:
     assert errors.max() <= 0.5
     assert (ranks[margins > 0.25] == 1).all()
     nll = nll_errors(cuda, golden)
-    print(f"log-probability error: median {np.median(errors):.4f}, largest {errors.max():.3f}; "
-          f"NLL error {max(nll):.2%}")
+    print(
+        f"log-probability error: median {np.median(errors):.4f}, largest {errors.max():.3f}; "
+        f"NLL error {max(nll):.2%}"
+    )
     assert max(nll) <= 3e-3

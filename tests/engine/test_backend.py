@@ -18,10 +18,23 @@ from tinyvllm.util import DType, InputError
 H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 60 << 20, 141 << 30)
 LLAMA = PRESETS["llama-3.2-1b"]
 TINY = ModelConfig(
-    architecture="LlamaForCausalLM", vocab_size=97, hidden_size=136, intermediate_size=72,
-    num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=64,
-    rms_norm_eps=1e-5, rope=RopeConfig(), max_position_embeddings=64, tie_word_embeddings=False,
-    attention_bias=True, mlp_bias=True, dtype=DType.BF16, bos_token_id=None, eos_token_ids=(),
+    architecture="LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=136,
+    intermediate_size=72,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    mlp_bias=True,
+    dtype=DType.BF16,
+    bos_token_id=None,
+    eos_token_ids=(),
 )
 
 
@@ -29,8 +42,14 @@ def plan(free_gib, model=LLAMA, primitive=False, **options):
     config = EngineConfig(model="m", **options)
     programs = step_programs(config, model, primitive)
     act = DType.F32 if primitive else DType.BF16
-    return plan_engine(config, model, programs, free_bytes=int(free_gib * (1 << 30)), act=act,
-                       device=None if primitive else H200)
+    return plan_engine(
+        config,
+        model,
+        programs,
+        free_bytes=int(free_gib * (1 << 30)),
+        act=act,
+        device=None if primitive else H200,
+    )
 
 
 def test_the_reference_model_on_a_large_gpu_gets_its_whole_context():

@@ -309,7 +309,7 @@ def test_abort_frees_blocks_at_once_and_others_go_on(open_engine, cases):
 def test_an_id_in_use_is_refused(open_engine):
     engine = open_engine("llama_bias")
     engine.add_request("a", {"prompt_token_ids": [5]}, GREEDY)
-    with pytest.raises(InputError, match="'a'.*not finished"):
+    with pytest.raises(InputError, match=r"'a'.*not finished"):
         engine.add_request("a", {"prompt_token_ids": [6]}, GREEDY)
     while engine.has_unfinished_requests():
         engine.step()

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[2]
 def generate(*argv):
     command = [sys.executable, "examples/generate.py", *map(str, argv), "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
-                          timeout=120)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture
@@ -35,8 +36,10 @@ def test_the_text_and_the_rates_are_written(model):
 
 
 def test_temperature_samples(model):
-    texts = {generate("ab", "--model", model, "--max-tokens", 12, "--temperature", t).stdout
-             for t in (0, 5)}
+    texts = {
+        generate("ab", "--model", model, "--max-tokens", 12, "--temperature", t).stdout
+        for t in (0, 5)
+    }
     assert len(texts) == 2
 
 

@@ -1,6 +1,7 @@
 """The planner against an independent checker, which takes nothing from it but the offsets."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -27,7 +28,7 @@ def check_plan(lives, plan):
             (plan.offsets[n], size, n) for n, size, first, last in lives if first <= step <= last
         ]
         live.sort()
-        for (a, size, name), (b, _, other) in zip(live, live[1:], strict=False):
+        for (a, size, name), (b, _, other) in itertools.pairwise(live):
             assert a + size <= b, f"{name} and {other} overlap at step {step}"
         bound = max(bound, sum(size for _, size, _ in live))
     for name, size, _, _ in lives:

@@ -153,8 +153,9 @@ def test_a_tied_checkpoint_may_repeat_its_embedding(program):
     check_weights(repeated, program, "here")
     program.weight("lm_head.weight", 16, 8)
     check_weights(repeated, program, "here")
-    without = random_source({n: a.shape for n, a in repeated.arrays.items()
-                             if n != "lm_head.weight"})
+    without = random_source(
+        {n: a.shape for n, a in repeated.arrays.items() if n != "lm_head.weight"}
+    )
     with pytest.raises(InputError, match=r"lm_head\.weight is missing"):
         check_weights(without, program, "here")
 

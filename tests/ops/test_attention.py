@@ -28,9 +28,20 @@ def attention_program(heads, kv_heads, head_dim, block_size):
     for name, dim in (("query_start", "R1"), ("batch_slots", "R"), ("seq_lens", "R")):
         p.buffer(name, (dim,), i32, INPUT)
     q = p.buffer("q", ("T", heads * head_dim), kind=INPUT)
-    p.emit("attention", "y", q=q, kv_cache="kv_cache", block_tables="block_tables",
-           query_start="query_start", batch_slots="batch_slots", seq_lens="seq_lens",
-           layer=LAYER, group=1, scale=head_dim**-0.5, out_kind=OUTPUT)
+    p.emit(
+        "attention",
+        "y",
+        q=q,
+        kv_cache="kv_cache",
+        block_tables="block_tables",
+        query_start="query_start",
+        batch_slots="batch_slots",
+        seq_lens="seq_lens",
+        layer=LAYER,
+        group=1,
+        scale=head_dim**-0.5,
+        out_kind=OUTPUT,
+    )
     return p
 
 
@@ -53,15 +64,25 @@ def problem(rows, heads, kv_heads, head_dim, block_size, seed=0):
     starts = np.cumsum([0, *(new for new, _ in rows)]).astype(np.int32)
     decode = next((i for i, (new, _) in enumerate(rows) if new > 1), len(rows))
     dims = {
-        "T": int(starts[-1]), "R": len(rows), "R1": len(rows) + 1, "D": decode,
-        "Q": max((new for new, _ in rows[decode:]), default=0), "C": max(lengths) + 3,
-        "NB": len(ids), "SLOTS": tables.shape[1], "MB": tables.shape[2],
+        "T": int(starts[-1]),
+        "R": len(rows),
+        "R1": len(rows) + 1,
+        "D": decode,
+        "Q": max((new for new, _ in rows[decode:]), default=0),
+        "C": max(lengths) + 3,
+        "NB": len(ids),
+        "SLOTS": tables.shape[1],
+        "MB": tables.shape[2],
     }
     # Twice the usual spread of queries: weights differ enough for a wrong one to show.
     q = 2 * rng.standard_normal((dims["T"], heads * head_dim), np.float32)
     return dims, {
-        "kv_cache": cache, "block_tables": tables, "query_start": starts, "batch_slots": slots,
-        "seq_lens": np.array(lengths, np.int32), "q": q,
+        "kv_cache": cache,
+        "block_tables": tables,
+        "query_start": starts,
+        "batch_slots": slots,
+        "seq_lens": np.array(lengths, np.int32),
+        "q": q,
     }
 
 
@@ -89,9 +110,18 @@ def operands(rows, heads, kv_heads, head_dim, *, decode, context, queries=1, blo
     tokens = decode + (rows - decode) * queries
     q = array(tokens, heads * head_dim, dtype=DType.BF16)
     return Operands(
-        q=q, y=q, kv_cache=array(100, 2, 2, kv_heads, block_size, head_dim, dtype=DType.BF16),
-        block_tables=array(1, rows, 10), query_start=array(rows + 1), batch_slots=array(rows),
-        seq_lens=array(rows), layer=0, group=0, scale=0.125, act=DType.BF16, scratch=1 << 20,
+        q=q,
+        y=q,
+        kv_cache=array(100, 2, 2, kv_heads, block_size, head_dim, dtype=DType.BF16),
+        block_tables=array(1, rows, 10),
+        query_start=array(rows + 1),
+        batch_slots=array(rows),
+        seq_lens=array(rows),
+        layer=0,
+        group=0,
+        scale=0.125,
+        act=DType.BF16,
+        scratch=1 << 20,
         dims={"D": decode, "C": context, "Q": queries},
     )
 
@@ -124,8 +154,11 @@ def test_chunks_equal_the_whole():
     whole = run_numpy(program, dims, arrays)["y"]
     for start, end in ((0, 19), (19, 20), (20, 50)):
         n = end - start
-        chunk = arrays | {"q": arrays["q"][start:end], "query_start": np.array([0, n], np.int32),
-                          "seq_lens": np.array([end], np.int32)}
+        chunk = arrays | {
+            "q": arrays["q"][start:end],
+            "query_start": np.array([0, n], np.int32),
+            "seq_lens": np.array([end], np.int32),
+        }
         got = run_numpy(program, dims | {"T": n, "Q": n, "D": int(n == 1)}, chunk)["y"]
         np.testing.assert_allclose(got, whole[start:end], atol=1e-5)
 
@@ -136,11 +169,16 @@ def test_constants_are_those_of_the_kernels():
         return {n: int(v) for n, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
 
     decode, prefill = constants("attention_decode.cu"), constants("attention_prefill.cu")
-    assert decode == {"kThreads": attention.DECODE_THREADS,
-                      "kMinPartition": attention.MIN_PARTITION,
-                      "kMaxPartitions": attention.MAX_PARTITIONS}
-    assert prefill == {"kThreads": attention.PREFILL_THREADS,
-                       "kQueries": attention.PREFILL_QUERIES, "kKeys": attention.PREFILL_KEYS}
+    assert decode == {
+        "kThreads": attention.DECODE_THREADS,
+        "kMinPartition": attention.MIN_PARTITION,
+        "kMaxPartitions": attention.MAX_PARTITIONS,
+    }
+    assert prefill == {
+        "kThreads": attention.PREFILL_THREADS,
+        "kQueries": attention.PREFILL_QUERIES,
+        "kKeys": attention.PREFILL_KEYS,
+    }
 
 
 def test_partitions_of_every_context_fit_the_scratch():
@@ -151,16 +189,26 @@ def test_partitions_of_every_context_fit_the_scratch():
             assert 1 <= count <= attention.max_partitions(context) <= attention.MAX_PARTITIONS
 
 
-@pytest.mark.parametrize(("rows", "context", "splits"), [
-    (1, 100, 1), (1, 129, 2), (1, 4096, 32), (1, 131072, 64), (16, 4096, 9), (131, 4096, 2),
-    (132, 4096, 1), (256, 131072, 1),
-])
+@pytest.mark.parametrize(
+    ("rows", "context", "splits"),
+    [
+        (1, 100, 1),
+        (1, 129, 2),
+        (1, 4096, 32),
+        (1, 131072, 64),
+        (16, 4096, 9),
+        (131, 4096, 2),
+        (132, 4096, 1),
+        (256, 131072, 1),
+    ],
+)
 def test_decode_splits(rows, context, splits):
     assert attention.decode_splits(rows, 8, context, 132) == splits
 
 
-@pytest.mark.parametrize(("group", "heads"), [(1, 1), (3, 3), (4, 4), (8, 8), (9, 5), (11, 6),
-                                              (12, 6), (16, 8), (17, 6)])
+@pytest.mark.parametrize(
+    ("group", "heads"), [(1, 1), (3, 3), (4, 4), (8, 8), (9, 5), (11, 6), (12, 6), (16, 8), (17, 6)]
+)
 def test_a_block_takes_the_whole_group_or_even_parts(group, heads):
     assert attention.decode_heads(group) == heads
 
@@ -170,8 +218,9 @@ def test_a_block_takes_the_whole_group_or_even_parts(group, heads):
 def test_scratch_bounds_all_smaller_steps(heads, kv_heads, context):
     op = attention.Attention()
     for limit in (1, 16, 200):
-        bound = op.scratch(operands(limit, heads, kv_heads, 64, decode=limit, context=context),
-                           H200)
+        bound = op.scratch(
+            operands(limit, heads, kv_heads, 64, decode=limit, context=context), H200
+        )
         for rows in {1, min(15, limit), min(100, limit), limit}:
             for c in {min(context, 300), context}:
                 a = operands(rows, heads, kv_heads, 64, decode=rows, context=c)
@@ -200,10 +249,20 @@ def test_launches_cover_decode_and_prefill_rows():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
-@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "block_size"), [
-    (1, 2, 64, 8), (3, 3, 64, 16), (4, 2, 64, 32), (8, 1, 128, 64), (11, 1, 128, 16),
-    (2, 2, 128, 8), (5, 1, 64, 64), (6, 1, 64, 16), (7, 1, 128, 16),
-])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "head_dim", "block_size"),
+    [
+        (1, 2, 64, 8),
+        (3, 3, 64, 16),
+        (4, 2, 64, 32),
+        (8, 1, 128, 64),
+        (11, 1, 128, 16),
+        (2, 2, 128, 8),
+        (5, 1, 64, 64),
+        (6, 1, 64, 16),
+        (7, 1, 128, 16),
+    ],
+)
 def test_decode_kernel(device, group, kv_heads, head_dim, block_size, act):
     shape = (group * kv_heads, kv_heads, head_dim, block_size)
     dims, arrays = problem([(1, n - 1) for n in CONTEXTS], *shape)
@@ -237,9 +296,15 @@ def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
-@pytest.mark.parametrize(("group", "kv_heads", "head_dim", "block_size"), [
-    (1, 2, 64, 8), (3, 1, 64, 16), (4, 1, 128, 32), (8, 1, 128, 64),
-])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "head_dim", "block_size"),
+    [
+        (1, 2, 64, 8),
+        (3, 1, 64, 16),
+        (4, 1, 128, 32),
+        (8, 1, 128, 64),
+    ],
+)
 def test_prefill_kernel(device, group, kv_heads, head_dim, block_size, act):
     shape = (group * kv_heads, kv_heads, head_dim, block_size)
     dims, arrays = problem(CHUNKS, *shape)

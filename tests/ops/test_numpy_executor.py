@@ -157,6 +157,22 @@ def test_a_program_that_follows_reads_the_outputs_of_the_one_before():
             np.testing.assert_array_equal(have["twice"], 6 * tokens * x[rows])
 
 
+def test_what_is_followed_may_lie_elsewhere_each_time():
+    first, second = logits_and_follow_up()
+    other = Program("other")
+    other.buffer("x", ("T", 32), kind=INPUT)
+    other.emit("add", "h", a="x", b="x", out_kind=OUTPUT)
+    other.emit("add", "more", a="h", b="x", out_kind=OUTPUT)
+    executor = NumpyExecutor([first, other, second], {}, {}, {"T": 2, "N": 2}, poison=True)
+    assert executor.plans["first"].offsets["h"] != executor.plans["other"].offsets["h"]
+    inputs = {"x": np.ones((2, 32), np.float32)}
+    index = {"index": np.array([0, 1], np.int32)}
+    for name, value in (("first", 3), ("other", 2), ("first", 3)):
+        executor.run(name, {}, inputs, ())
+        have = executor.run("second", {}, index, ("twice",)).get()
+        np.testing.assert_array_equal(have["twice"], np.full((2, 32), 2 * value))
+
+
 def test_zero_sampled_rows_run_nothing_that_depends_on_them():
     p = Program("t")
     p.buffer("x", ("T", 32), kind=INPUT)

@@ -24,8 +24,15 @@ def rope_program(heads, head_dim):
     p = Program("test")
     x = p.buffer("x", ("T", heads * head_dim), kind=INPUT)
     p.buffer("positions", ("T",), DType.I32, INPUT)
-    p.emit("rope", "y", x=x, positions="positions", head_dim=head_dim,
-           inv_freq=p.constant("inv_freq", inv_freq(head_dim)), out_kind=OUTPUT)
+    p.emit(
+        "rope",
+        "y",
+        x=x,
+        positions="positions",
+        head_dim=head_dim,
+        inv_freq=p.constant("inv_freq", inv_freq(head_dim)),
+        out_kind=OUTPUT,
+    )
     return p
 
 
@@ -33,8 +40,14 @@ def kv_buffers(p, kv_heads, head_dim, block_size):
     p.buffer("kv_cache", ("NB", LAYERS, 2, kv_heads, block_size, head_dim), kind=STATE)
     p.buffer("block_tables", (2, "SLOTS", "MB"), DType.I32, STATE)
     p.buffer("token_slots", ("T",), DType.I32, INPUT)
-    return {"kv_cache": "kv_cache", "block_tables": "block_tables", "token_slots": "token_slots",
-            "positions": "positions", "layer": LAYER, "group": 1}
+    return {
+        "kv_cache": "kv_cache",
+        "block_tables": "block_tables",
+        "token_slots": "token_slots",
+        "positions": "positions",
+        "layer": LAYER,
+        "group": 1,
+    }
 
 
 def kv_write_program(kv_heads, head_dim, block_size):
@@ -55,8 +68,15 @@ def layer_program(heads, kv_heads, head_dim, block_size, hidden):
         p.emit("matmul", n, x=x, weight=p.weight(f"{n}.w", count * head_dim, hidden))
         for n, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
-    p.emit("rope", "q_roped", x=q, positions="positions", inv_freq=freq, head_dim=head_dim,
-           out_kind=OUTPUT)
+    p.emit(
+        "rope",
+        "q_roped",
+        x=q,
+        positions="positions",
+        inv_freq=freq,
+        head_dim=head_dim,
+        out_kind=OUTPUT,
+    )
     k = p.emit("rope", "k_roped", x=k, positions="positions", inv_freq=freq, head_dim=head_dim)
     p.emit("kv_write", k=k, v=v, **kv_buffers(p, kv_heads, head_dim, block_size))
     return p
@@ -133,8 +153,10 @@ def test_constants_are_those_of_the_kernels():
     assert constants == {"kMaxThreads": rope.MAX_THREADS, "kPairs": rope.PAIRS}
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "threads"), [(1, 64, 32), (3, 64, 32), (9, 64, 96),
-                                                            (48, 64, 256), (5, 128, 96)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "threads"),
+    [(1, 64, 32), (3, 64, 32), (9, 64, 96), (48, 64, 256), (5, 128, 96)],
+)
 def test_block_threads(heads, head_dim, threads):
     assert rope.block_threads(heads, head_dim) == threads
 
@@ -162,9 +184,15 @@ def test_kv_write_kernel(device, block_size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [
-    (9, 3, 64, 16), (32, 8, 64, 8), (4, 1, 128, 64), (3, 3, 64, 32),
-])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [
+        (9, 3, 64, 16),
+        (32, 8, 64, 8),
+        (4, 1, 128, 64),
+        (3, 3, 64, 32),
+    ],
+)
 def test_fused_kernel(device, heads, kv_heads, head_dim, block_size, act):
     dims, arrays, _ = problem(kv_heads, head_dim, block_size)
     program = layer_program(heads, kv_heads, head_dim, block_size, 64)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -165,9 +167,11 @@ def _open_cpu(config: EngineConfig, model: LocalModel) -> Backend:
 
 
 def _host_memory() -> int:
-    """Bytes of memory that the host can give without swapping."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":") for line in file)
+    """Bytes of memory that the host can give without swapping; half of all where it won't say."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 

@@ -22,7 +22,7 @@ from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType
 
 ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64, 65, 96, 128, 129, 192, 255, 256, 257, 512)
-CONTEXTS = (256, 4096, 131072)
+CONTEXTS = (256, 8192, 131072)
 PROMPTS = (1, 7, 16, 17, 33, 64, 65, 100, 128, 129, 256, 300, 512, 1024, 2048, 4096, 8192)
 
 
@@ -52,8 +52,9 @@ def all_launches(device: DeviceInfo) -> Iterator[Launch]:
     """Launches on this kind of device, many times the same specialisation at different sizes."""
     for act in (DType.BF16, DType.FP16):
         for config in models():
-            for block_size in BLOCK_SIZES:
-                yield from _model_launches(config, act, block_size, device)
+            yield from _model_launches(config, act, 16, device)
+        for block_size in BLOCK_SIZES:
+            yield from _model_launches(models()[0], act, block_size, device)
         for row_len in (64, 1):
             yield from fill_launches(
                 0, act, key=0, base=0.0, scale=1.0, num_rows=8, row_len=row_len
@@ -65,9 +66,9 @@ def _model_launches(
 ) -> Iterator[Launch]:
     step = step_program(config, "step", block_size=block_size)
     for phase in RULES:
-        yield from _launches(lower(step, phase), _sizes(block_size), act, device)
+        yield from _launches(lower(step, phase), _sizes(), act, device)
     for program in (logprobs_program(config, "logprobs"), score_program(config, "score")):
-        yield from _launches(program, _sizes(block_size), act, device)
+        yield from _launches(program, _sizes(), act, device)
 
 
 def _launches(
@@ -80,21 +81,13 @@ def _launches(
                 yield from op_def(op.kind).launches(operands, device)
 
 
-def _sizes(block_size: int) -> Iterator[dict[str, int]]:
+def _sizes() -> Iterator[dict[str, int]]:
     """Sizes of decode steps, whole prompts, and prompts mixed with decode rows."""
-    for context in CONTEXTS:
-        fixed = {
-            "C": context,
-            "MB": context // block_size,
-            "NB": 1 << 16,
-            "SLOTS": 512,
-            "E": 512,
-            "B": 2048,
-            "N": 256,
-            "P": 20,
-        }
-        for n in ROWS:
-            yield {**fixed, "T": n, "R": n, "R1": n + 1, "S": n, "D": n, "Q": 0}
+    fixed = {"MB": 8192, "NB": 1 << 16, "SLOTS": 512, "E": 512, "B": 2048, "N": 256, "P": 20}
+    contexts = [(n, 4096) for n in ROWS] + [(n, c) for n in (1, 32, 512) for c in CONTEXTS]
+    for n, context in contexts:
+        yield {**fixed, "C": context, "T": n, "R": n, "R1": n + 1, "S": n, "D": n, "Q": 0}
+    fixed["C"] = CONTEXTS[-1]
     for n in PROMPTS:
         query = 1 << (n - 1).bit_length()
         yield {**fixed, "T": n, "R": 1, "R1": 2, "S": 0, "D": 0, "Q": query}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from tinyvllm.ops.program import OUTPUT, Buffer, Op, Program, Weight
+from tinyvllm.ops.program import OUTPUT, TEMP, Buffer, Op, Program, Weight
 
 # Rows of gate and up that alternate in the packed weight: one n8 column tile of an mma holds
 # eight of them, so that a thread finds a gate value and its up value in neighbouring tiles.
@@ -48,6 +48,8 @@ def merge_qkv(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int,
     for op in ops[i:]:
         if op.kind != "matmul" or op.operands["x"] != ops[i].operands["x"]:
             break
+        if p.buffers[op.operands["y"]].kind != TEMP:
+            break  # an output of the program cannot be a view
         parts.append(op)
     if len(parts) < 2 or len({"bias" in op.operands for op in parts}) > 1:
         return None
@@ -107,6 +109,7 @@ def fuse_silu_mul(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[
         or [act.operands["gate"], act.operands["up"]] != products
         or ("bias" in gate.operands) != ("bias" in up.operands)
         or any(readers[n] != 1 for n in products)
+        or p.weights[gate.operands["weight"]].shape[0] % GATE_UP_INTERLEAVE
     ):
         return None
     operands = {**_packed(p, [gate, up], GATE_UP_INTERLEAVE), "y": act.operands["y"]}
@@ -115,7 +118,7 @@ def fuse_silu_mul(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[
 
 def fuse_matmul_add(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Residual add in the epilogue of the product."""
-    if [op.kind for op in ops[i : i + 2]] != ["matmul", "add"] or ops[i].parts:
+    if [op.kind for op in ops[i : i + 2]] != ["matmul", "add"]:
         return None
     matmul, add = ops[i : i + 2]
     product = matmul.operands["y"]
