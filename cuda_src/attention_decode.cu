@@ -14,6 +14,8 @@
 // In a block, HEAD_DIM / 8 lanes hold one token (16 bytes each), and a thread has kUnroll tokens'
 // K and V in flight; every lane group keeps a softmax state of its own until the partition's end.
 //
+// A row of length 0 is padding: its output is 0, and its slot is not looked at.
+//
 // Bytes: K and V once, 2 * seq_len * HEAD_DIM * 2 per KV head. Bound: memory.
 #include "mma.cuh"
 #include "paged_kv.cuh"
@@ -85,6 +87,10 @@ __global__ void __launch_bounds__(kThreads)
   const int part_length = partition_length(length);
   const int parts = ceil_div(length, part_length);
   const bool alone = gridDim.x == 1;
+  T* row_out = y + static_cast<i64>(row) * y_stride + head0 * HEAD_DIM;
+  if (length == 0 && alone) {
+    for (int e = threadIdx.x; e < heads * HEAD_DIM; e += kThreads) row_out[e] = from_float<T>(0.0f);
+  }
   if (static_cast<int>(blockIdx.x) >= parts) return;
 
   const PagedKv<const T> kv(kv_cache, block_stride, num_kv_heads, kv_head, block_tables,
@@ -212,8 +218,7 @@ __global__ void __launch_bounds__(kThreads)
 
   if (!alone) return;
   for (int e = threadIdx.x; e < heads * HEAD_DIM; e += kThreads) {
-    T* out = y + static_cast<i64>(row) * y_stride + head0 * HEAD_DIM;
-    out[e] = from_float<T>(total[e].out / total[e].state.sum);
+    row_out[e] = from_float<T>(total[e].out / total[e].state.sum);
   }
 }
 
@@ -236,5 +241,6 @@ __global__ void __launch_bounds__(HEAD_DIM)
     const MergeWeights w = state.merge(partial_state[first + part]);
     out = merge_output(out, partial_out[(first + part) * HEAD_DIM + dim], w);
   }
-  y[static_cast<i64>(row) * y_stride + head * HEAD_DIM + dim] = from_float<T>(out / state.sum);
+  y[static_cast<i64>(row) * y_stride + head * HEAD_DIM + dim] =
+      from_float<T>(parts == 0 ? 0.0f : out / state.sum);
 }

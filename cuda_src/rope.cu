@@ -107,9 +107,11 @@ __global__ void __launch_bounds__(kMaxThreads)
                     int v_stride, i64 block_stride, int num_kv_heads, int half_dim,
                     int block_shift, int max_blocks) {
   const i64 token = blockIdx.x;
+  const int slot = token_slots[token];
+  if (slot < 0) return;  // padding
   const Place place(half_dim);
-  const PagedKv<T> kv(kv_cache, block_stride, num_kv_heads, 0, block_tables, max_blocks,
-                      token_slots[token], block_shift, 2 * half_dim);
+  const PagedKv<T> kv(kv_cache, block_stride, num_kv_heads, 0, block_tables, max_blocks, slot,
+                      block_shift, 2 * half_dim);
   T* key = kv.key(positions[token]) + place.pair;  // of head 0
   const i64 head_stride = static_cast<i64>(2 * half_dim) << block_shift;
 #pragma unroll 4
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 // Both at once: qkv holds the heads of q, k and v in this order; q is rotated into `q`, k rotated
-// and v as it is go to the cache.
+// and v as it is go to the cache. Of a padding token only q is written.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads)
     rope_kv_write_kernel(const T* __restrict__ qkv, const i32* __restrict__ positions,
@@ -132,15 +134,15 @@ __global__ void __launch_bounds__(kMaxThreads)
                          int num_heads, int num_kv_heads, int half_dim, int block_shift,
                          int max_blocks) {
   const i64 token = blockIdx.x;
-  const int position = positions[token];
+  const int position = positions[token], slot = token_slots[token];
   const Place place(half_dim);
   const Rotation r = rotation(position, inv_freq + place.pair);
-  const PagedKv<T> kv(kv_cache, block_stride, num_kv_heads, 0, block_tables, max_blocks,
-                      token_slots[token], block_shift, 2 * half_dim);
-  T* key = kv.key(position) + place.pair;
+  const PagedKv<T> kv(kv_cache, block_stride, num_kv_heads, 0, block_tables, max_blocks, slot,
+                      block_shift, 2 * half_dim);
+  T* key = slot < 0 ? nullptr : kv.key(position) + place.pair;
   // In the cache the V heads follow the K heads, as in qkv: together they are 2 num_kv_heads.
   const i64 head_stride = static_cast<i64>(2 * half_dim) << block_shift;
-  const int total_heads = num_heads + 2 * num_kv_heads;
+  const int total_heads = num_heads + (slot < 0 ? 0 : 2 * num_kv_heads);
 #pragma unroll 4
   for (int h = place.head; h < total_heads; h += place.head_step) {
     const int column = h * 2 * half_dim + place.pair;

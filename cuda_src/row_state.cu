@@ -1,33 +1,29 @@
 // The row state: what the device knows of each running sequence, by slot, between steps.
 //
-// row_position[slot]     place in the sequence of the next token to be computed
-// row_token[slot]        that token, where the device has sampled it itself
-// row_temperature[slot]  0: greedy
-// row_seed[slot, 2]      low and high word of the seed
+// row_params[slot]    as the host has set it (row_params.cuh)
+// row_position[slot]  place in the sequence of the next token to be computed
+// row_token[slot]     that token, where the device has sampled it itself
 // block_tables[group, slot, index]
+//
+// A row with slot -1 is padding: its length and positions are 0, and it changes no state.
 //
 // apply_edits takes over what the host has changed, step_inputs spreads the rows of a step over
 // its tokens, advance_rows moves the rows on. Work: one thread per edit, token or row. A few
 // kilobytes: only the launches cost.
-#include "common.cuh"
+#include "row_params.cuh"
 
-// row_edits [num_row_edits, 8]: slot, position, token, bits of the temperature, seed low, seed
-// high, two unused. block_edits [num_block_edits, 4]: group, slot, index, block. Only the first
-// edit_counts[0] and [1] are valid. No two edits of a step touch the same place.
+// row_edits [num_row_edits]; block_edits [num_block_edits, 4]: group, slot, index, block. Only the
+// first edit_counts[0] and [1] are valid. No two edits of a step touch the same place.
 __global__ void __launch_bounds__(256)
-    apply_edits_kernel(const i32* edit_counts, const i32* row_edits, const i32* block_edits,
-                       i32* row_position, i32* row_token, float* row_temperature, i32* row_seed,
-                       i32* block_tables, i32 num_row_edits, i32 num_block_edits, i32 num_slots,
-                       i32 table_len) {
+    apply_edits_kernel(const i32* edit_counts, const RowParams* row_edits, const i32* block_edits,
+                       RowParams* row_params, i32* row_position, i32* row_token, i32* block_tables,
+                       i32 num_row_edits, i32 num_block_edits, i32 num_slots, i32 table_len) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < min(edit_counts[0], num_row_edits)) {
-    const i32* edit = row_edits + i * 8;
-    const i32 slot = edit[0];
-    row_position[slot] = edit[1];
-    row_token[slot] = edit[2];
-    row_temperature[slot] = __int_as_float(edit[3]);
-    row_seed[2 * slot] = edit[4];
-    row_seed[2 * slot + 1] = edit[5];
+    const RowParams edit = row_edits[i];
+    row_params[edit.slot] = edit;
+    row_position[edit.slot] = edit.position;
+    row_token[edit.slot] = edit.token;
   }
   if (i < min(edit_counts[1], num_block_edits)) {
     const i32* edit = block_edits + i * 4;
@@ -58,18 +54,20 @@ __global__ void __launch_bounds__(256)
     }
     const i32 slot = batch_slots[row];
     token_slots[i] = slot;
-    positions[i] = row_position[slot] + i - query_start[row];
-    token_ids[i] = prompt_ids[i] >= 0 ? prompt_ids[i] : row_token[slot];
+    const bool real = slot >= 0;
+    positions[i] = real ? row_position[slot] + i - query_start[row] : 0;
+    token_ids[i] = !real ? 0 : prompt_ids[i] >= 0 ? prompt_ids[i] : row_token[slot];
   }
   if (i < num_rows) {
-    seq_lens[i] = row_position[batch_slots[i]] + query_start[i + 1] - query_start[i];
+    const i32 slot = batch_slots[i];
+    seq_lens[i] = slot >= 0 ? row_position[slot] + query_start[i + 1] - query_start[i] : 0;
   }
   if (i < num_samples) {
     const i32 row = sample_rows[i], slot = batch_slots[row];
     const i32 end = query_start[row + 1];
     sample_index[i] = end - 1;
     sample_slots[i] = slot;
-    sample_positions[i] = row_position[slot] + end - query_start[row];
+    sample_positions[i] = slot >= 0 ? row_position[slot] + end - query_start[row] : 0;
   }
 }
 
@@ -78,6 +76,6 @@ __global__ void __launch_bounds__(256)
                         const i32* tokens, i32* row_position, i32* row_token, i32 num_rows,
                         i32 num_samples) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < num_rows) row_position[batch_slots[i]] = seq_lens[i];
-  if (i < num_samples) row_token[sample_slots[i]] = tokens[i];
+  if (i < num_rows && batch_slots[i] >= 0) row_position[batch_slots[i]] = seq_lens[i];
+  if (i < num_samples && sample_slots[i] >= 0) row_token[sample_slots[i]] = tokens[i];
 }

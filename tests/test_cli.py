@@ -28,7 +28,7 @@ def test_every_field_is_an_option_with_its_default(config):
     add_options(parser, config)
     text = parser.format_help()
     for field in dataclasses.fields(config):
-        assert f"--{field.name.replace('_', '-')}" in text
+        assert (f"--{field.name.replace('_', '-')} " in text) == field.metadata["cli"]
 
 
 def test_options_have_the_types_of_their_fields():

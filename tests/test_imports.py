@@ -13,7 +13,7 @@ PACKAGE = ROOT / "tinyvllm"
 # Each may import what stands before it, and modules of its own line.
 LAYERS = [
     {"util"},
-    {"config", "sampling_params", "outputs"},
+    {"config", "sampling_params", "outputs", "progress"},
     {"driver"},
     {"memory"},
     {"ops"},
@@ -30,6 +30,8 @@ PACKAGES = {
     "tokenizers": {"model"},
     "huggingface_hub": {"model"},  # comes with tokenizers
     "gguf": {"model"},  # the extra of that name
+    "jinja2": {"model"},  # the extra `chat`
+    "tqdm": {"progress"},  # comes with huggingface_hub
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -21,7 +22,10 @@ from tinyvllm.api.llm import LLM
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device, Event, Stream
 from tinyvllm.driver.memory import copy_device
-from tinyvllm.engine.backend import open_backend
+from tinyvllm.engine.backend import Backend, open_backend
+from tinyvllm.engine.batch import step_limits
+from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.memory.budget import plan_memory
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.hub import resolve_model
@@ -29,6 +33,7 @@ from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
 from tinyvllm.ops.executor import described
 from tinyvllm.ops.lower import lower
+from tinyvllm.ops.numpy_executor import NumpyResult
 from tinyvllm.ops.registry import op_def
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import DType
@@ -79,46 +84,135 @@ def step_bytes(model: ModelConfig, config: EngineConfig, batch: int, context: in
     )
 
 
-def bench_latency(config: EngineConfig, batches: list[int], contexts: list[int]) -> None:
+@dataclass(frozen=True)
+class LatencyRow:
+    """A decode step at one batch and context: milliseconds, and rates at that time."""
+
+    batch: int
+    context: int
+    ms: float
+    floor_ms: float
+    ratio: float
+    tb_per_s: float  # of the bytes that the step must move
+    tokens_per_s: float
+    host_ms: float  # of the host's own work, the wait for the device left out
+
+
+def bench_latency(
+    config: EngineConfig, batches: list[int], contexts: list[int], as_json: bool
+) -> None:
     """Median time of a decode step, end to end through the engine, for each batch and context."""
     with Device(0) as device:
-        rate = copy_bandwidth(device)
-        print(f"{device.info.name}: copies at {rate / 1e12:.2f} TB/s")
-    print(f"{'batch':>6} {'context':>8} {'ms/step':>9} {'floor':>8} {'ratio':>6} {'tokens/s':>9}")
-    steps = WARMUP_STEPS + MEASURED_STEPS
-    longest = max(contexts) + steps + 1
+        name, rate = device.info.name, copy_bandwidth(device)
+    rows = []
+    longest = max(contexts) + MEASURED_STEPS
     with LLM(**asdict(replace(config, max_model_len=longest))) as llm:
-        vocab_size = llm.engine.model.config.vocab_size
-        params = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
         for batch in batches:
             for context in contexts:
-                rng = np.random.default_rng(0)
-                for i in range(batch):
-                    # The middle of the measured steps has the named context.
-                    ids = rng.integers(0, vocab_size, context - WARMUP_STEPS - MEASURED_STEPS // 2)
-                    prompt = {"prompt_token_ids": ids.tolist()}
-                    llm.engine.add_request(f"{batch}.{context}.{i}", prompt, params)
-                times = _decode_step_times(llm, batch)
-                ms = statistics.median(times[WARMUP_STEPS:]) * 1e3
-                floor = step_bytes(llm.engine.model.config, config, batch, context) / rate * 1e3
-                print(
-                    f"{batch:>6} {context:>8} {ms:>9.3f} {floor:>8.3f} {ms / floor:>6.2f} "
-                    f"{batch / ms * 1e3:>9.0f}",
-                    flush=True,
+                seconds, host = _decode_times(llm.engine, batch, context)
+                num_bytes = step_bytes(llm.engine.model.config, config, batch, context)
+                floor = num_bytes / rate
+                rows.append(
+                    LatencyRow(
+                        batch,
+                        context,
+                        seconds * 1e3,
+                        floor * 1e3,
+                        seconds / floor,
+                        num_bytes / seconds / 1e12,
+                        batch / seconds,
+                        host * 1e3,
+                    )
                 )
+    if as_json:
+        table = [asdict(row) for row in rows]
+        print(json.dumps({"device": name, "copy_tb_per_s": rate / 1e12, "rows": table}))
+        return
+    print(f"{name}: copies at {rate / 1e12:.2f} TB/s")
+    print(
+        f"{'batch':>6} {'context':>8} {'ms/step':>9} {'floor':>8} {'ratio':>6} {'TB/s':>6} "
+        f"{'tokens/s':>9} {'host ms':>8} {'us/row':>7}"
+    )
+    for r in rows:
+        print(
+            f"{r.batch:>6} {r.context:>8} {r.ms:>9.3f} {r.floor_ms:>8.3f} {r.ratio:>6.2f} "
+            f"{r.tb_per_s:>6.2f} {r.tokens_per_s:>9.0f} {r.host_ms:>8.3f} "
+            f"{r.host_ms / r.batch * 1e3:>7.2f}"
+        )
 
 
-def _decode_step_times(llm: LLM, batch: int) -> list[float]:
-    """Seconds of each step in which all rows decode; runs until every request has finished."""
-    times = []
-    scheduler = llm.engine.scheduler
-    while llm.engine.has_unfinished_requests():
-        decoding = len(scheduler.running) == batch and all(r.decoding for r in scheduler.running)
-        start = time.perf_counter()
-        llm.engine.step()
+def _decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, float]:
+    """(median seconds of a step, mean seconds of the host's work in it) while all rows decode.
+
+    Runs until every request has finished. The middle of the measured steps has the context named.
+    """
+    params = SamplingParams(temperature=0, max_tokens=MEASURED_STEPS, ignore_eos=True)
+    rng = np.random.default_rng(0)
+    for i in range(batch):
+        length = max(1, context - MEASURED_STEPS // 2)
+        ids = rng.integers(0, engine.model.config.vocab_size, length).tolist()
+        engine.add_request(f"{batch}.{context}.{i}", {"prompt_token_ids": ids}, params)
+    times, host = [], 0.0
+    running = engine.scheduler.running
+    executor = engine.backend.executor
+    while engine.has_unfinished_requests():
+        decoding = len(running) == batch and all(r.decoding for r in running)
+        waited, start = getattr(executor, "waited", 0.0), time.perf_counter()
+        engine.step()
+        seconds = time.perf_counter() - start
         if decoding:
-            times.append(time.perf_counter() - start)
-    return times
+            times.append(seconds)
+            if len(times) > WARMUP_STEPS:
+                host += seconds - (getattr(executor, "waited", 0.0) - waited)
+    times = times[WARMUP_STEPS:-WARMUP_STEPS]
+    return statistics.median(times), host / (len(times) + WARMUP_STEPS)
+
+
+def bench_host(config: EngineConfig, batches: list[int]) -> None:
+    """Python's time for a decode step: the engine on a device that does nothing, at once."""
+    for batch in batches:
+        engine = LLMEngine(config, backend=null_backend(config, batch))
+        seconds, _ = _decode_times(engine, batch, 256)
+        print(f"batch {batch}: {seconds * 1e3:.3f} ms a step, {seconds / batch * 1e6:.2f} us a row")
+
+
+class NullExecutor:
+    """A device that samples token 0 everywhere, in no time."""
+
+    def run(
+        self,
+        program: str,
+        dims: Mapping[str, int],
+        inputs: Mapping[str, np.ndarray],
+        fetch: tuple[str, ...],
+        graph: bool = False,
+    ) -> NumpyResult:
+        """Zeros for the outputs; see `Executor.run`."""
+        return NumpyResult({name: np.zeros(dims["S"], np.int32) for name in fetch})
+
+    def write_row(self, name: str, row: int, values: np.ndarray) -> None:
+        """Nothing: there is no state."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def null_backend(config: EngineConfig, batch: int) -> Backend:
+    """A backend for `batch` sequences of up to 1024 tokens on the device that does nothing."""
+    executor = NullExecutor()
+    limits = step_limits(batch, config.max_num_batched_tokens, 1024, config.block_size)
+    memory = plan_memory(
+        free_bytes=1 << 30,
+        gpu_memory_utilization=1.0,
+        release_threshold=1.0,
+        weights_bytes=0,
+        arena_bytes=0,
+        state_bytes=0,
+        temporary_bytes=0,
+        block_bytes=1,
+        override=batch * 1024 // config.block_size,
+    )
+    return Backend(executor, "nothing", True, 1024, limits, memory, executor.close)
 
 
 def bench_startup(config: EngineConfig, runs: int) -> None:

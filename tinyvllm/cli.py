@@ -41,13 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     latency = kinds.add_parser("latency", help="time of a decode step next to its floor")
     latency.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     latency.add_argument("--context", type=int, nargs="+", default=[256])
+    latency.add_argument("--json", action="store_true", help="print one JSON object")
+    host = kinds.add_parser("host", help="Python's time for a step, on a device that does nothing")
+    host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     startup = kinds.add_parser("startup", help="process start to first token")
     startup.add_argument("--runs", type=int, default=3, help="starts with a warm kernel cache")
     load = kinds.add_parser("load", help="rate of loading safetensors onto the GPU")
-    for kind in (latency, startup, load):
+    for kind in (latency, host, startup, load):
         add_options(kind, EngineConfig)
         kind.set_defaults(run=run_bench, model="llama-3.2-1b", load_format="dummy")
     latency.set_defaults(what="latency")
+    host.set_defaults(what="host")
     startup.set_defaults(what="startup")
     load.set_defaults(what="load")
 
@@ -74,7 +78,7 @@ def add_options(
     group = parser.add_argument_group(config.__name__)
     types = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
-        if field.name == leave_out:
+        if field.name == leave_out or not field.metadata["cli"]:
             continue
         hint = types[field.name]
         options: dict[str, Any] = {"default": field.default, "help": field.metadata.get("help")}
@@ -90,7 +94,8 @@ def add_options(
 
 def from_args(config: type[Any], args: argparse.Namespace, leave_out: str | None = None) -> Any:
     """The dataclass that `add_options` made options for."""
-    names = [f.name for f in dataclasses.fields(config) if f.name != leave_out]
+    options = [f for f in dataclasses.fields(config) if f.metadata["cli"]]
+    names = [f.name for f in options if f.name != leave_out]
     return config(**{name: getattr(args, name) for name in names})
 
 
@@ -116,7 +121,7 @@ def stream_completion(llm: Any, prompt: str, params: SamplingParams, start: floa
     for output in llm.stream(prompt, params):
         if count == 0:
             first = time.perf_counter()
-        count = len(output.outputs[0].token_ids)
+        count += len(output.outputs[0].token_ids)
         print(output.outputs[0].text, end="", flush=True)
     end = time.perf_counter()
     print()
@@ -135,7 +140,9 @@ def run_bench(args: argparse.Namespace) -> int:
 
     config = from_args(EngineConfig, args)
     if args.what == "latency":
-        bench.bench_latency(config, args.batch, args.context)
+        bench.bench_latency(config, args.batch, args.context, args.json)
+    elif args.what == "host":
+        bench.bench_host(config, args.batch)
     elif args.what == "startup":
         bench.bench_startup(config, args.runs)
     else:

@@ -10,12 +10,20 @@ from tinyvllm.util import InputError
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+SCHEDULING_POLICIES = ("fcfs", "priority", "shortest")
 KERNEL_PATHS = ("auto", "portable")
 
+RETURN_MARGIN = 0.05  # how far below preemption_threshold a preempted sequence stays on its return
 
-def option(default: Any, help: str, choices: tuple[Any, ...] | None = None) -> Any:
-    """A dataclass field with the help text and choices that the command line shows."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+
+def option(
+    default: Any, help: str, choices: tuple[Any, ...] | None = None, *, cli: bool = True
+) -> Any:
+    """A dataclass field with the help text and choices that the command line shows.
+
+    `cli` False: the command line has no such option, and leaves the default.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, "cli": cli})
 
 
 @dataclass(frozen=True)
@@ -26,12 +34,22 @@ class EngineConfig:
     """
 
     model: str = option("", "directory, GGUF file, hub name or preset")
+    revision: str | None = option(None, "branch, tag or commit of the model on the hub")
     dtype: str = option("auto", "type of weights, activations and KV cache on the GPU", DTYPES)
     max_model_len: int | None = option(None, "longest prompt + output in tokens (default: model's)")
     gpu_memory_utilization: float = option(0.75, "share of the memory free at start to use")
     max_num_seqs: int = option(256, "most sequences in one step")
     max_num_batched_tokens: int = option(8192, "most tokens in one step")
     block_size: int = option(16, "tokens in one KV block", BLOCK_SIZES)
+    scheduling_policy: str = option("fcfs", "which waiting request is next", SCHEDULING_POLICIES)
+    preemption_threshold: float = option(0.85, "share of KV blocks in use above which none starts")
+    enable_prefix_caching: bool = option(
+        True, "keep K and V of finished requests for equal prefixes"
+    )
+    enforce_eager: bool = option(False, "launch kernels one by one instead of as CUDA graphs")
+    async_scheduling: bool | None = option(
+        None, "launch a step before the tokens of the last one are read (default: on a GPU)"
+    )
     seed: int = option(0, "seed of requests that set none")
     load_format: str = option("auto", "where the weights come from", LOAD_FORMATS)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
@@ -60,6 +78,17 @@ class EngineConfig:
                 raise InputError(f"{name}={value!r}: must be a number")
             if not 0 < value <= 1:
                 raise InputError(f"{name}={value}: must be above 0 and at most 1")
+        threshold = self.preemption_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+            raise InputError(f"preemption_threshold={threshold!r}: must be a number")
+        if not RETURN_MARGIN < threshold <= 1:
+            raise InputError(
+                f"preemption_threshold={threshold}: must be above {RETURN_MARGIN} and at most 1"
+            )
+        for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (name != "async_scheduling" or value is not None):
+                raise InputError(f"{name}={value!r}: must be True or False")
         name, _, index = self.device.partition(":")
         if self.device not in ("auto", "cpu", "cuda") and not (name == "cuda" and index.isdigit()):
             raise InputError(f"device={self.device!r}: must be auto, cpu, cuda or cuda:N")

@@ -25,7 +25,8 @@ class CompletionOutput:
     cumulative_logprob: sum over the generated tokens; None unless logprobs were asked for.
     logprobs: one entry a generated token; None unless asked for.
     finish_reason: "stop", "length" or "abort"; None while it runs.
-    stop_reason: the id in `stop_token_ids` that ended it; None for end of sequence or other ends.
+    stop_reason: the id in `stop_token_ids` or the string in `stop` that ended it; else None.
+    With `LLM.stream` text, token_ids and logprobs are only what is new.
     """
 
     index: int
@@ -34,7 +35,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)

@@ -34,9 +34,9 @@ def test_captured_work_runs_at_launch_only(pair, stream):
     assert graph.num_nodes == 2
     assert (read(b, stream) == 2).all()
     with graph, graph.instantiate() as executable:
-        executable.launch(stream)
+        executable.run(stream)
         assert (read(a, stream) == 3).all() and (read(b, stream) == 1).all()
-        executable.launch(stream)
+        executable.run(stream)
         assert (read(b, stream) == 3).all()
 
 

@@ -8,7 +8,7 @@ from harness import pack
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.spec import DeviceInfo
-from tinyvllm.engine.backend import _fill_all, model_dtype, plan_engine, step_programs
+from tinyvllm.engine.backend import _fill_all, engine_programs, model_dtype, plan_engine
 from tinyvllm.model.config import ModelConfig, RopeConfig
 from tinyvllm.model.presets import PRESETS, DummySource
 from tinyvllm.model.weights import load_numpy, packed_weights, place_weights
@@ -40,7 +40,7 @@ TINY = ModelConfig(
 
 def plan(free_gib, model=LLAMA, primitive=False, **options):
     config = EngineConfig(model="m", **options)
-    programs = step_programs(config, model, primitive)
+    programs = engine_programs(config, model, primitive)
     act = DType.F32 if primitive else DType.BF16
     return plan_engine(
         config,
@@ -125,14 +125,14 @@ def run_fill(launch, memory, base):
 
 def test_dummy_weights_made_in_place_are_those_of_the_cpu():
     source = DummySource(TINY)
-    programs = step_programs(EngineConfig(model="m"), TINY, primitive=False)
+    programs = engine_programs(EngineConfig(model="m"), TINY, primitive=False)
     packed = packed_weights(programs)
     base = 1 << 20
     arrays, num_bytes = place_weights(packed, DType.BF16, base)
     memory = np.zeros(num_bytes // 2, np.uint16)
     for launch in _fill_all(source, packed, arrays):
         run_fill(launch, memory, base)
-    primitive = step_programs(EngineConfig(model="m"), TINY, primitive=True)[0]
+    primitive = engine_programs(EngineConfig(model="m"), TINY, primitive=True)[0]
     checkpoint = load_numpy(source, primitive, DType.BF16)
     for name, weight in packed.items():
         start = (arrays[name].ptr - base) // 2

@@ -5,12 +5,21 @@ import random
 import numpy as np
 import pytest
 
-from tinyvllm.engine.batch import build_batch, request_seed, size_class, step_limits
+from tinyvllm.engine.batch import (
+    build_batch,
+    request_seed,
+    size_class,
+    step_limits,
+    take_excess_edits,
+)
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.ops.program import concrete
+from tinyvllm.ops.row_params import ROW_WORDS, as_row_params, new_row_params
 from tinyvllm.sampling_params import SamplingParams
+
+LIMITS = step_limits(4, 16, 64, 4)
 
 
 def make_scheduler(num_blocks=40, block_size=4, seqs=4, budget=16, max_len=64):
@@ -34,7 +43,7 @@ def test_prompts_then_a_mixed_step():
     scheduler.add(first)
     scheduler.add(second)
     step = scheduler.schedule()
-    batch = build_batch(step, engine_seed=3)
+    batch = build_batch(step, engine_seed=3, limits=LIMITS)
     inputs = batch.inputs
     assert all(a.dtype == np.int32 and a.flags.c_contiguous for a in inputs.values())
     assert inputs["prompt_ids"].tolist() == [*range(10, 15), *range(20, 31)]
@@ -42,35 +51,65 @@ def test_prompts_then_a_mixed_step():
     assert inputs["batch_slots"].tolist() == [first.slot, second.slot]
     assert inputs["sample_rows"].tolist() == [0], "the second prompt is not finished"
     assert inputs["edit_counts"].tolist() == [2, 5]
-    half = np.float32(0.5).view(np.int32)
-    assert inputs["row_edits"].tolist()[0] == [first.slot, 0, 0, half, -(1 << 31), 7, 0, 0]
-    assert inputs["row_edits"].tolist()[1][:4] == [second.slot, 0, 0, 0]
+    edits = as_row_params(inputs["row_edits"])
+    assert edits["slot"].tolist() == [first.slot, second.slot]
+    assert edits["temperature"].tolist() == [0.5, 0]
+    assert edits["seed"][0].tolist() == [1 << 31, 7]
+    assert edits["prompt_len"].tolist() == [5, 20]
     tables = {(slot, index): block for _, slot, index, block in inputs["block_edits"].tolist()}
     assert tables == {(r.slot, i): b for r in (first, second) for i, b in enumerate(r.block_ids[0])}
-    assert batch.dims == {"T": 16, "R": 2, "R1": 3, "S": 1, "D": 0, "Q": 16, "C": 256}
+    assert batch.dims == {"T": 16, "R": 2, "R1": 3, "S": 1, "D": 0, "Q": 16, "C": 256, "CP": 0}
 
     scheduler.update(step, [42])
     step = scheduler.schedule()
-    batch = build_batch(step, engine_seed=3)
+    batch = build_batch(step, engine_seed=3, limits=LIMITS)
     inputs = batch.inputs
     assert inputs["prompt_ids"].tolist() == [-1, *range(31, 40)], "the device knows token 42"
     assert inputs["query_start"].tolist() == [0, 1, 10]
     assert inputs["sample_rows"].tolist() == [0, 1]
-    assert inputs["row_edits"].shape == (0, 8)
-    assert batch.dims == {"T": 10, "R": 2, "R1": 3, "S": 2, "D": 1, "Q": 16, "C": 256}
+    assert inputs["row_edits"].shape == (0, ROW_WORDS)
+    assert batch.dims == {"T": 10, "R": 2, "R1": 3, "S": 2, "D": 1, "Q": 16, "C": 256, "CP": 0}
 
     scheduler.update(step, [1, 2])
-    dims = build_batch(scheduler.schedule(), engine_seed=3).dims
+    dims = build_batch(scheduler.schedule(), engine_seed=3, limits=LIMITS).dims
     assert (dims["T"], dims["D"], dims["Q"]) == (2, 2, 0), "no prefill row, no query length"
+
+
+def test_row_edits_carry_the_parameters():
+    scheduler = make_scheduler()
+    options = {
+        "top_k": 40,
+        "top_p": 0.75,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 2,
+    }
+    request = make_request("a", range(5), seed=3, **options)
+    request.row_lists = {
+        "row_bias_tokens": np.zeros(6, np.int32),
+        "row_bad_words": np.zeros((2, 8), np.int32),
+    }
+    scheduler.add(request)
+    scheduler.add(make_request("b", range(5), top_k=-1, seed=4))
+    step = scheduler.schedule()
+    joins, off = as_row_params(build_batch(step, 0, LIMITS).inputs["row_edits"])
+    names = ("repetition", "presence", "frequency")
+    assert [joins[n] for n in ("top_k", "top_p", "min_p", *names)] == list(options.values())
+    assert [joins[n] for n in ("num_bias", "num_bad_words", "counted")] == [6, 2, 1]
+    expected = new_row_params(1)
+    for name in ("slot", "temperature", "seed", "prompt_len"):
+        expected[name] = off[name]
+    assert off == expected[0], "what was not asked for is off"
 
 
 def test_a_step_without_sampled_rows_has_empty_arrays():
     scheduler = make_scheduler()
     scheduler.add(make_request("a", range(30)))
-    batch = build_batch(scheduler.schedule(), 0)
+    batch = build_batch(scheduler.schedule(), 0, LIMITS)
     assert batch.dims["S"] == 0
     assert batch.inputs["sample_rows"].shape == (0,)
-    assert batch.inputs["row_edits"].shape == (1, 8)
+    assert batch.inputs["row_edits"].shape == (1, ROW_WORDS)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -82,8 +121,9 @@ def test_every_step_stays_within_the_limits(seed):
     limits = step_limits(seqs, budget, max_len, block_size)
     shapes = {
         "edit_counts": (2,),
-        "row_edits": ("E", 8),
+        "row_edits": ("E", ROW_WORDS),
         "block_edits": ("B", 4),
+        "block_copies": ("CP", 2),
         "batch_slots": ("R",),
         "query_start": ("R1",),
         "sample_rows": ("S",),
@@ -96,7 +136,9 @@ def test_every_step_stays_within_the_limits(seed):
     while scheduler.has_unfinished():
         step = scheduler.schedule()
         preempted += len(step.preempted)
-        batch = build_batch(step, 0)
+        for edits in take_excess_edits(step, limits["B"]):
+            assert len(edits["block_edits"]) == limits["B"] == edits["edit_counts"][1]
+        batch = build_batch(step, 0, limits)
         for name, size in batch.dims.items():
             assert size <= limits[name], (name, size)
         for name, array in batch.inputs.items():

@@ -8,7 +8,7 @@ import pytest
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import backend
-from tinyvllm.engine import engine as engine_module
+from tinyvllm.engine import runner as runner_module
 from tinyvllm.engine.batch import build_batch
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.budget import plan_memory
@@ -70,9 +70,9 @@ def tokens_of(outputs):
 def step_logits(engine):
     """Runs one step of a prompt, fetching its logits too."""
     step = engine.scheduler.schedule()
-    batch = build_batch(step, engine.config.seed)
+    batch = build_batch(step, engine.config.seed, engine.backend.limits)
     result = engine.backend.executor.run(
-        "prefill", batch.dims, batch.inputs, ("tokens", "logits")
+        "prefill.plain", batch.dims, batch.inputs, ("tokens", "logits")
     ).get()
     engine.scheduler.update(step, result["tokens"].tolist())
     return result["logits"]
@@ -139,7 +139,7 @@ def test_preempted_requests_give_the_same_tokens(open_engine, cases, small_cache
     """40 blocks hold the prompts, 52 would be needed at the end; the latest arrivals go."""
     small_cache(42)
     prompts, wanted, _ = zip(*reversed(cases("llama_bias")), strict=True)
-    engine = open_engine("llama_bias", block_size=8, **options)
+    engine = open_engine("llama_bias", block_size=8, preemption_threshold=1.0, **options)
     assert engine.backend.memory.num_blocks == 42
     steps = recorded(engine)
     params = SamplingParams(
@@ -176,12 +176,12 @@ def test_logprobs_are_those_of_the_golden_logits(open_engine, cases):
         assert output.outputs[0].cumulative_logprob == pytest.approx(sum(chosen))
 
 
-@pytest.mark.parametrize("rows_at_a_time", [7, engine_module.SCORE_ROWS])
+@pytest.mark.parametrize("rows_at_a_time", [7, runner_module.SCORE_ROWS])
 def test_scoring_prompt_and_output_gives_the_logprobs_of_the_output(
     open_engine, cases, monkeypatch, rows_at_a_time
 ):
     """Teacher-forced, in one prefill and in chunks, against token by token."""
-    monkeypatch.setattr(engine_module, "SCORE_ROWS", rows_at_a_time)
+    monkeypatch.setattr(runner_module, "SCORE_ROWS", rows_at_a_time)
     prompts, _, logits = zip(*cases("llama3_rope"), strict=True)
     sampled = SamplingParams(temperature=1.5, max_tokens=16, ignore_eos=True, logprobs=3, seed=4)
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
@@ -283,7 +283,7 @@ def test_stream_reports_each_token_and_nobody_elses_text(open_engine, cases):
         news += engine.step()
     streamed = [o for o in news if o.request_id == "s"]
     final = [o for o in news if o.request_id == "g"]
-    assert [o.outputs[0].token_ids for o in streamed] == [wanted[: i + 1] for i in range(16)]
+    assert [o.outputs[0].token_ids for o in streamed] == [[token] for token in wanted]
     assert [o.finished for o in streamed] == [False] * 15 + [True]
     assert len(final) == 1 and final[0].outputs[0].token_ids == other
 

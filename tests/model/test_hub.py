@@ -70,6 +70,34 @@ def test_wrong_formats(golden: Path, write_gguf: Callable[..., Path]) -> None:
         resolve_model(str(golden / "mistral" / "config.json"))
 
 
+def test_revision_is_for_hub_names_that_can_be_paths(golden: Path) -> None:
+    with pytest.raises(InputError, match=r"revision='main': .*mistral does not come from the hub"):
+        resolve_model(str(golden / "mistral"), revision="main")
+    for revision in ("", "../../elsewhere", "a/../../b", "/etc"):
+        with pytest.raises(InputError, match="must be the name of a branch, tag or commit"):
+            resolve_model("org/name", revision=revision)
+
+
+def test_chat_template_and_defaults(
+    golden: Path, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    shutil.copytree(golden / "mistral", tmp_path / "model")
+    directory = tmp_path / "model"
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    (directory / "generation_config.json").write_text('{"top_p": 0.5}')
+    chat = [{"role": "user", "content": "hi"}]
+    for load_format in ("auto", "dummy"):
+        model = resolve_model(str(directory), load_format)
+        assert model.chat_template().render(chat) == "hi</s>"
+        assert model.generation_defaults == {"top_p": 0.5}
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    model = resolve_model(str(write_gguf(change=lambda w: w.add_chat_template(template))))
+    assert model.chat_template().render(chat) == "<s>hi" and model.generation_defaults == {}
+    preset = resolve_model("llama-3.2-1b", "dummy")
+    with pytest.raises(InputError, match="preset with random weights has no chat template"):
+        preset.chat_template()
+
+
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty hub cache, and a hub at a port where nothing listens."""

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from tinyvllm.model.config import ModelConfig, RopeConfig
-from tinyvllm.model.llama import logprobs_program, score_program, step_program
+from tinyvllm.model.llama import edits_program, logprobs_program, score_program, step_program
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyExecutor
 from tinyvllm.ops.program import STATE, concrete
+from tinyvllm.ops.row_params import as_words, new_row_params
+from tinyvllm.sampling_params import SAMPLERS
 from tinyvllm.util import DType
 
 
@@ -40,22 +42,28 @@ def llama(**options):
     return dataclasses.replace(config, **options)
 
 
-def run_steps(program, weights, limits):
+LIMITS = {"T": 12, "R": 4, "R1": 5, "S": 4, "D": 4, "Q": 16, "C": 64, "SLOTS": 4, "MB": 4}
+LIMITS |= {"NB": 6, "E": 4, "B": 8, "CP": 4}
+
+
+def run_steps(program, weights, temperature=0.0):
     """A step with two prompts, one of them begun, then one that also decodes the first."""
     states = {
-        b.name: np.zeros(concrete(b.shape, limits), b.dtype.storage if b.dtype else np.float32)
+        b.name: np.zeros(concrete(b.shape, LIMITS), b.dtype.storage if b.dtype else np.float32)
         for b in program.of_kind(STATE)
     }
     states["kv_cache"][:] = np.nan
-    executor = NumpyExecutor([program], weights, states, limits, poison=True)
+    executor = NumpyExecutor([program], weights, states, LIMITS, poison=True)
 
     def step(prompts, decodes, joins, blocks, samples, dims):
         ids = [-1] * decodes + [i for _, prompt in prompts for i in prompt]
         lengths = [1] * decodes + [len(prompt) for _, prompt in prompts]
         rows = [0] * decodes + [slot for slot, _ in prompts]
+        edits = new_row_params(len(joins))
+        edits["slot"], edits["temperature"] = joins, temperature
         inputs = {
             "edit_counts": [len(joins), len(blocks)],
-            "row_edits": np.reshape([[s, 0, 0, 0, 0, 0, 0, 0] for s in joins], (-1, 8)),
+            "row_edits": as_words(edits),
             "block_edits": np.reshape(blocks, (-1, 4)),
             "batch_slots": rows,
             "query_start": np.cumsum([0, *lengths]),
@@ -70,6 +78,7 @@ def run_steps(program, weights, limits):
             "D": decodes,
             "Q": 8,
             "C": 32,
+            "CP": 0,
             **dims,
         }
         arrays = {n: np.array(v, np.int32) for n, v in inputs.items()}
@@ -103,22 +112,8 @@ def test_lowered_model_equals_the_primitive_one(phase, options):
         for w in program.weights.values()
     }
     weights |= {name: 1 + w for name, w in weights.items() if name.endswith("norm.weight")}
-    limits = {
-        "T": 12,
-        "R": 4,
-        "R1": 5,
-        "S": 4,
-        "D": 4,
-        "Q": 16,
-        "C": 64,
-        "SLOTS": 4,
-        "MB": 4,
-        "NB": 6,
-        "E": 4,
-        "B": 8,
-    }
-    want, want_states = run_steps(program, weights, limits)
-    have, have_states = run_steps(lowered, weights, limits)
+    want, want_states = run_steps(program, weights)
+    have, have_states = run_steps(lowered, weights)
     assert np.isfinite(want[1]["logits"]).all()
     for before, after in zip(want, have, strict=True):
         assert before["logits"].std() > 0.1
@@ -130,11 +125,25 @@ def test_lowered_model_equals_the_primitive_one(phase, options):
         np.testing.assert_allclose(have_states[name], state, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+SAMPLER_OPS = {
+    "plain": ["sample"],
+    "filter": ["filter_logits", "sample"],
+    "adjust": ["adjust_logits", "filter_logits", "sample"],
+}
+
+
 @pytest.mark.parametrize("bias", [False, True])
-def test_llama_layers_become_the_fused_ops(bias):
-    program = step_program(llama(attention_bias=bias, mlp_bias=bias), "step", block_size=8)
-    tail = ["select_rows", "rms_norm", "matmul", "sample", "advance_rows"]
-    head = ["apply_edits", "step_inputs", "embedding"]
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_llama_layers_become_the_fused_ops(bias, sampler):
+    config = llama(attention_bias=bias, mlp_bias=bias)
+    program, decode_program = (
+        step_program(config, "step", block_size=8, sampler=sampler, phase=phase)
+        for phase in ("prefill", "decode")
+    )
+    tail = ["select_rows", "rms_norm", "matmul", *SAMPLER_OPS[sampler], "advance_rows"]
+    adjusts = sampler == "adjust"
+    head = ["apply_edits", "copy_blocks", "step_inputs", "embedding"]
+    head += ["reset_counts", "count_tokens"] * adjusts
     layer = [
         "rms_norm",
         "matmul",
@@ -155,9 +164,38 @@ def test_llama_layers_become_the_fused_ops(bias):
         "matmul_silu_mul",
         "matmul",
     ]
+    head = ["apply_edits", "step_inputs", "embedding"] + ["count_tokens"] * adjusts
     decode = [*head, "rms_norm", *layer, "add_rms_norm", *layer, "add_rms_norm", *layer, "add"]
-    assert kinds(lower(program, "decode")) == decode + tail
+    assert kinds(lower(decode_program, "decode")) == decode + tail
     assert kinds(lower(program, "primitive")) == kinds(program)
+
+
+@pytest.mark.parametrize("sampler", ["filter", "adjust"])
+def test_rows_that_ask_for_nothing_get_the_tokens_of_the_plain_sampler(sampler):
+    config = llama()
+    plain = step_program(config, "step", block_size=8)
+    rng = np.random.default_rng(2)
+    weights = {
+        w.name: rng.standard_normal(w.shape, np.float32) / np.sqrt(w.shape[-1])
+        for w in plain.weights.values()
+    }
+    want, _ = run_steps(plain, weights, temperature=1.5)
+    have, states = run_steps(
+        step_program(config, "step", block_size=8, sampler=sampler),
+        weights,
+        temperature=1.5,
+    )
+    for before, after in zip(want, have, strict=True):
+        for name in ("logits", "tokens"):
+            np.testing.assert_array_equal(after[name], before[name])
+    assert not states.get("token_counts", np.zeros(1)).any(), "no row is counted"
+
+
+def test_the_program_of_edits_has_the_states_and_inputs_of_a_step():
+    step, edits = step_program(llama(), "step", block_size=8), edits_program("edits")
+    assert kinds(edits) == ["apply_edits"]
+    for name, buffer in edits.buffers.items():
+        assert step.buffers[name] == buffer
 
 
 def test_all_phases_pack_weights_alike():

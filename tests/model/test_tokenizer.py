@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from tinyvllm.model.gguf_file import GgufFile
 from tinyvllm.model.gguf_tokenizer import build_tokenizer
@@ -53,6 +53,20 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_lone_surrogates(golden: Path) -> None:
     with pytest.raises(InputError, match=r"character 1 is the lone surrogate '\\ud83d'"):
         Tokenizer.from_file(golden / "mistral").encode("a\ud83d")
+
+
+def test_encode_chat_adds_no_second_bos(golden: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(golden / "mistral" / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", 1)]
+    )
+    backend.save(str(path))
+    shutil.copy(golden / "mistral" / "tokenizer_config.json", tmp_path)
+    tokenizer = Tokenizer.from_file(tmp_path)
+    assert tokenizer.encode("<s>A") == [1, 1, 35]  # why there is encode_chat
+    assert tokenizer.encode_chat("<s>A") == tokenizer.encode_chat("A") == [1, 35]
+    assert BYTES.encode_chat("A") == [65]  # it has no BOS token
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], ids: list[int], sizes: list[int]) -> list[str]:

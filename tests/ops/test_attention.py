@@ -138,6 +138,25 @@ def test_reference(group, head_dim, block_size):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+PADDING = [1, 3]  # rows
+
+
+def with_padding(arrays):
+    """Some decode rows belong to no slot and have length 0."""
+    arrays["batch_slots"][PADDING], arrays["seq_lens"][PADDING] = -1, 0
+    return arrays
+
+
+def test_padding_rows_are_zeros_and_change_no_other():
+    shape = (6, 2, 64, 16)
+    dims, arrays = problem([(1, 30), (1, 4), (1, 150), (1, 9)], *shape)
+    program = attention_program(*shape)
+    want = run_numpy(program, dims, arrays)["y"]
+    want[PADDING] = 0
+    got = run_numpy(program, dims, with_padding(arrays))["y"]
+    np.testing.assert_array_equal(got, want)
+
+
 def test_reference_in_small_steps(monkeypatch):
     shape = (6, 2, 64, 16)
     dims, arrays = problem([(1, 30), (50, 21)], *shape)
@@ -268,6 +287,19 @@ def test_decode_kernel(device, group, kv_heads, head_dim, block_size, act):
     dims, arrays = problem([(1, n - 1) for n in CONTEXTS], *shape)
     program = attention_program(*shape)
     check_cuda(device, program, program, dims, arrays, act, {"T": 10})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("group", [3, 11])
+def test_decode_of_padding_rows(device, monkeypatch, group, splits):
+    """Whether one block takes all partitions of a context or several share them."""
+    shape = (2 * group, 2, 64, 16)
+    dims, arrays = problem([(1, 30), (1, 4), (1, 999), (1, 9)], *shape)
+    monkeypatch.setattr(attention, "decode_splits", lambda *_: splits)
+    program = attention_program(*shape)
+    got = check_cuda(device, program, program, dims, with_padding(arrays), limits={"T": 6})["y"]
+    assert (got[PADDING] == 0).all()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
 from tinyvllm.ops.registry import op_def
+from tinyvllm.ops.row_params import ROW_WORDS
 from tinyvllm.util import DType
 
 GARBAGE = np.int32(-0x01010102)
@@ -28,12 +29,11 @@ def program() -> Program:
     p = Program("t")
     for name in ("row_position", "row_token"):
         p.buffer(name, ("SLOTS",), I32, STATE)
-    p.buffer("row_temperature", ("SLOTS",), DType.F32, STATE)
-    p.buffer("row_seed", ("SLOTS", 2), I32, STATE)
+    p.buffer("row_params", ("SLOTS", ROW_WORDS), I32, STATE)
     p.buffer("block_tables", (2, "SLOTS", "MB"), I32, STATE)
     for name, shape in (
         ("edit_counts", (2,)),
-        ("row_edits", ("E", 8)),
+        ("row_edits", ("E", ROW_WORDS)),
         ("batch_slots", ("R",)),
         ("query_start", ("R1",)),
         ("sample_rows", ("S",)),
@@ -51,7 +51,7 @@ def program() -> Program:
 
 
 def case(R: int, S: int, longest: int, edits: int, seed: int = 0):
-    """(dims, arrays) of a step with R rows of up to `longest` tokens."""
+    """(dims, arrays) of a step with R rows of up to `longest` tokens; each third is padding."""
     rng = np.random.default_rng(seed)
     slots, table_len = R + 3, 5
 
@@ -61,27 +61,27 @@ def case(R: int, S: int, longest: int, edits: int, seed: int = 0):
     lengths = rng.integers(1, longest + 1, R)
     query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     T = int(query_start[-1])
-    row_edits = np.full((edits + 2, 8), GARBAGE)
+    row_edits = np.full((edits + 2, ROW_WORDS), GARBAGE)
+    row_edits[:edits] = rng.integers(-(2**31), 2**31, (edits, ROW_WORDS))
     row_edits[:edits, 0] = rng.permutation(slots)[:edits]
     row_edits[:edits, 1:3] = ints(1000, edits, 2)
-    row_edits[:edits, 3] = rng.random(edits, np.float32).view(np.int32)
-    row_edits[:edits, 4:6] = rng.integers(-(2**31), 2**31, (edits, 2))
     places = rng.permutation(2 * slots * table_len)[: 2 * edits]
     block_edits = np.full((2 * edits + 300, 4), GARBAGE)
     block_edits[: 2 * edits, :3] = np.stack(np.unravel_index(places, (2, slots, table_len)), 1)
     block_edits[: 2 * edits, 3] = ints(10**6, 2 * edits)
     prompt_ids = ints(50000, T)
     prompt_ids[rng.random(T) < 0.3] = -1
+    batch_slots = rng.permutation(slots)[:R].astype(np.int32)
+    batch_slots[2::3] = -1
     arrays = {
         "row_position": ints(1000, slots),
         "row_token": ints(50000, slots),
-        "row_temperature": rng.random(slots, np.float32),
-        "row_seed": ints(2**31, slots, 2),
+        "row_params": ints(2**31, slots, ROW_WORDS),
         "block_tables": ints(1000, 2, slots, table_len),
         "edit_counts": np.array([edits, 2 * edits], np.int32),
         "row_edits": row_edits,
         "block_edits": block_edits,
-        "batch_slots": rng.permutation(slots)[:R].astype(np.int32),
+        "batch_slots": batch_slots,
         "query_start": query_start,
         "sample_rows": np.sort(rng.permutation(R)[:S]).astype(np.int32),
         "tokens": ints(50000, S),
@@ -103,33 +103,40 @@ def case(R: int, S: int, longest: int, edits: int, seed: int = 0):
 def expected(dims, arrays) -> dict[str, np.ndarray]:
     """What the three ops must do, one row and token at a time."""
     state = {
-        n: arrays[n].copy()
-        for n in ("row_position", "row_token", "row_temperature", "row_seed", "block_tables")
+        n: arrays[n].copy() for n in ("row_position", "row_token", "row_params", "block_tables")
     }
-    for slot, position, token, temperature, low, high, *_ in arrays["row_edits"][
-        : arrays["edit_counts"][0]
-    ].tolist():
+    for edit in arrays["row_edits"][: arrays["edit_counts"][0]]:
+        slot, position, token = edit[:3]
+        state["row_params"][slot] = edit
         state["row_position"][slot], state["row_token"][slot] = position, token
-        state["row_temperature"][slot] = np.array(temperature, np.int32).view(np.float32)
-        state["row_seed"][slot] = low, high
     for group, slot, index, block in arrays["block_edits"][: arrays["edit_counts"][1]].tolist():
         state["block_tables"][group, slot, index] = block
     out: dict[str, list[int]] = {name: [] for name in STEP_OUTPUTS}
     starts, slots = arrays["query_start"].tolist(), arrays["batch_slots"].tolist()
     for r, slot in enumerate(slots):
+        count = starts[r + 1] - starts[r]
+        out["token_slots"] += [slot] * count
+        if slot < 0:
+            out["token_ids"] += [0] * count
+            out["positions"] += [0] * count
+            out["seq_lens"].append(0)
+            continue
         position = int(state["row_position"][slot])
         for t in range(starts[r], starts[r + 1]):
             given = int(arrays["prompt_ids"][t])
             out["token_ids"].append(given if given >= 0 else int(state["row_token"][slot]))
             out["positions"].append(position + t - starts[r])
-            out["token_slots"].append(slot)
-        out["seq_lens"].append(position + starts[r + 1] - starts[r])
+        out["seq_lens"].append(position + count)
     for r in arrays["sample_rows"].tolist():
         out["sample_index"].append(starts[r + 1] - 1)
         out["sample_slots"].append(slots[r])
         out["sample_positions"].append(out["seq_lens"][r])
-    state["row_position"][slots] = out["seq_lens"]
-    state["row_token"][out["sample_slots"]] = arrays["tokens"]
+    for slot, length in zip(slots, out["seq_lens"], strict=True):
+        if slot >= 0:
+            state["row_position"][slot] = length
+    for slot, token in zip(out["sample_slots"], arrays["tokens"], strict=True):
+        if slot >= 0:
+            state["row_token"][slot] = token
     return state | {name: np.array(values, np.int32) for name, values in out.items()}
 
 

@@ -8,18 +8,20 @@ from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
 from tinyvllm.ops.registry import op_def
+from tinyvllm.ops.row_params import ROW_WORDS, as_row_params, as_words, new_row_params
 from tinyvllm.ops.sample import gumbel_noise, philox4x32
 from tinyvllm.util import DType
 
 
-def program(V: int) -> Program:
+def program(V: int, filtered: bool = False) -> Program:
     p = Program("t")
     p.buffer("logits", ("S", V), DType.F32, INPUT)
     p.buffer("sample_slots", ("S",), DType.I32, INPUT)
     p.buffer("sample_positions", ("S",), DType.I32, INPUT)
-    p.buffer("row_temperature", ("SLOTS",), DType.F32, STATE)
-    p.buffer("row_seed", ("SLOTS", 2), DType.I32, STATE)
-    names = ("logits", "sample_slots", "sample_positions", "row_temperature", "row_seed")
+    p.buffer("row_params", ("SLOTS", ROW_WORDS), DType.I32, STATE)
+    names = ["logits", "sample_slots", "sample_positions", "row_params"]
+    if filtered:
+        names.append(p.buffer("min_logit", ("S",), DType.F32, INPUT))
     p.emit("sample", "tokens", **{n: n for n in names}, out_kind=OUTPUT)
     return p
 
@@ -29,14 +31,15 @@ def case(logits: np.ndarray, temperatures, seed: int = 0):
     rng = np.random.default_rng(seed)
     S, slots = len(logits), len(logits) + 2
     sample_slots = rng.permutation(slots)[:S].astype(np.int32)
-    row_temperature = np.full(slots, np.nan, np.float32)
-    row_temperature[sample_slots] = temperatures
+    rows = new_row_params(slots)
+    rows["temperature"] = np.nan
+    rows["temperature"][sample_slots] = temperatures
+    rows["seed"] = rng.integers(0, 2**32, (slots, 2))
     return {"S": S, "SLOTS": slots}, {
         "logits": logits.astype(np.float32),
         "sample_slots": sample_slots,
         "sample_positions": rng.integers(0, 100_000, S).astype(np.int32),
-        "row_temperature": row_temperature,
-        "row_seed": rng.integers(-(2**31), 2**31, (slots, 2)).astype(np.int32),
+        "row_params": as_words(rows),
     }
 
 
@@ -115,6 +118,45 @@ def test_draws_follow_the_softmax():
     assert chi2 < 16.3  # 3 degrees of freedom: exceeded once in a thousand seeds
 
 
+def test_tiny_and_huge_temperatures_overflow_nothing():
+    logits = np.tile(np.array([3.0, -2.0, 2.99, np.nan, -np.inf]), (400, 1))
+    assert set(sample(logits, 1e-38)) == {0}, "greedy in the limit"
+    assert set(sample(logits * 1e38, 1e-30)) == {0}
+    assert set(sample(logits, 1e6)) == {0, 1, 2}, "uniform in the limit"
+
+
+def filtered_case(V: int):
+    """Four rows of V logits, of which 3, 1, all and none are allowed; two rows are padding."""
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((6, V))
+    dims, arrays = case(logits, 1.0)
+    arrays["sample_slots"][[1, 4]] = -1
+    sorted_logits = np.sort(arrays["logits"], axis=1)
+    arrays["min_logit"] = np.array([-np.inf] * 6, np.float32)
+    arrays["min_logit"][0] = sorted_logits[0, -min(3, V)]
+    arrays["min_logit"][2] = sorted_logits[2, -1]
+    arrays["min_logit"][5] = np.inf
+    return dims, arrays
+
+
+def check_filtered(arrays, tokens) -> None:
+    logits = arrays["logits"]
+    assert tokens[[1, 4, 5]].tolist() == [0, 0, 0]
+    assert logits[0, tokens[0]] >= arrays["min_logit"][0]
+    assert tokens[2] == logits[2].argmax()
+
+
+def test_logits_below_the_smallest_allowed_are_never_chosen():
+    dims, arrays = filtered_case(40)
+    chosen = set()
+    for position in range(200):
+        arrays["sample_positions"][:] = position
+        tokens = run_numpy(program(40, filtered=True), dims, arrays)["tokens"]
+        check_filtered(arrays, tokens)
+        chosen.add(int(tokens[0]))
+    assert len(chosen) == 3
+
+
 def test_a_row_draws_the_same_token_in_any_batch():
     rng = np.random.default_rng(3)
     dims, arrays = case(rng.standard_normal((6, 301)), [1.0, 0.0, 0.5, 2.0, 1.0, 0.0])
@@ -134,8 +176,8 @@ def test_scratch_holds_a_candidate_for_every_chunk():
             logits=DeviceArray(0, (S, V), DType.F32),
             sample_slots=i32,
             sample_positions=i32,
-            row_temperature=i32,
-            row_seed=i32,
+            row_params=i32,
+            min_logit=None,
             tokens=i32,
             scratch=64,
         )
@@ -144,7 +186,7 @@ def test_scratch_holds_a_candidate_for_every_chunk():
     chunk, merge = op.launches(operands(3, 49153), None)
     assert chunk.grid == (25, 3, 1) and merge.grid == (3, 1, 1)
     assert op.scratch(operands(3, 49153), None) == 3 * 25 * 8
-    assert chunk.spec.template_args == ("false",)  # 49153 is odd: rows are not aligned
+    assert chunk.spec.template_args == ("false", "false")  # 49153 is odd: rows are not aligned
     assert op.launches(operands(0, 49153), None) == []
 
 
@@ -163,11 +205,11 @@ def test_kernel(device, S, V):
     for s, slot in enumerate(arrays["sample_slots"]):
         row = logits[s]
         if temperatures[s] > 0:  # logarithms may differ in their last bits
-            seed = arrays["row_seed"][slot].view(np.uint32)
-            noise = gumbel_noise(seed, int(arrays["sample_positions"][s]), V)
-            row = row / arrays["row_temperature"][slot] + noise
+            params = as_row_params(arrays["row_params"])[slot]
+            noise = gumbel_noise(params["seed"], int(arrays["sample_positions"][s]), V)
+            row = row + params["temperature"] * noise
         best = np.sort(row)[-2:]
-        if temperatures[s] == 0 or V == 1 or best[1] - best[0] > 1e-3:
+        if temperatures[s] == 0 or V == 1 or best[1] - best[0] > 1e-3 * max(1, temperatures[s]):
             assert got[s] == want[s], (s, temperatures[s])
             compared += 1
     assert compared > S / 2
@@ -181,3 +223,21 @@ def test_kernel_on_special_values(device, columns):
     wide[:, :9] = rows
     dims, arrays = case(wide, 0.0)
     assert run_cuda(device, program(columns), dims, arrays)["tokens"].tolist() == tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [1, 17, 4099, 8192])
+def test_kernel_with_a_smallest_logit(device, V):
+    dims, arrays = filtered_case(V)
+    want = run_numpy(program(V, filtered=True), dims, arrays)["tokens"]
+    got = run_cuda(device, program(V, filtered=True), dims, arrays, limits={"S": 9})["tokens"]
+    check_filtered(arrays, got)
+    np.testing.assert_array_equal(got, want)  # the best two are far apart for this seed
+
+
+@pytest.mark.gpu
+def test_kernel_at_tiny_temperatures(device):
+    logits = np.tile(np.array([3.0, -2.0, 2.99, np.nan, -np.inf]), (40, 1))
+    for scale, temperature in ((1, 1e-38), (1e38, 1e-30)):
+        dims, arrays = case(logits * scale, temperature)
+        assert set(run_cuda(device, program(5), dims, arrays)["tokens"].tolist()) == {0}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tinyvllm.api.interrupt import Interrupt, deferred_interrupt
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
 from tinyvllm.model.tokenizer import Tokenizer
 from tinyvllm.outputs import RequestOutput
+from tinyvllm.progress import Progress
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import Closing, InputError
 
 Prompt = str | dict[str, Any]
+Messages = list[dict[str, Any]]
 
 
 class LLM(Closing):
@@ -30,81 +34,166 @@ class LLM(Closing):
         self._ids = itertools.count()
         # Outputs not yet handed out, by request: several streams may be read in turn.
         self._inbox: dict[str, list[RequestOutput]] = {}
+        self._lock = threading.RLock()  # whoever needs news steps the engine for all
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, each text or {"prompt_token_ids": [...]}; results in their order.
 
-        `sampling_params` is one for all prompts, or one each. A bad prompt is an InputError
-        before anything runs.
+        `sampling_params` is one for all prompts, or one each; without it the model's own defaults
+        hold. `priority` is one number a prompt, lower is more urgent. A bad prompt is an
+        InputError before anything runs. After Ctrl-C it returns what there is, with the finish
+        reason "abort" where a sequence had not ended; a second Ctrl-C is a KeyboardInterrupt.
         """
-        batch = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        params = _params_each(sampling_params, len(batch))
-        requests = [
-            self.engine.make_request(str(next(self._ids)), prompt, p)
-            for prompt, p in zip(batch, params, strict=True)
-        ]
+        batch = [prompts] if isinstance(prompts, (str, dict)) else prompts
+        if not isinstance(batch, (list, tuple)):
+            raise InputError(f"prompts must be a prompt or a list of them, not {prompts!r:.80}")
+        params = self._params_each(sampling_params, len(batch))
+        if priority is not None and len(priority) != len(batch):
+            raise InputError(f"{len(priority)} priorities for {len(batch)} prompts: give one each")
+        requests = {}
+        for i, (prompt, p) in enumerate(zip(batch, params, strict=True)):
+            request_id = str(next(self._ids))
+            urgency = 0 if priority is None else priority[i]
+            try:
+                requests[request_id] = self.engine.make_requests(request_id, prompt, p, urgency)
+            except InputError as error:
+                raise InputError(f"prompts[{i}]: {error}") from None
         try:
-            for request in requests:
-                self._begin(request)
-            return [self._wait(request.request_id)[0] for request in requests]
+            with deferred_interrupt() as interrupt:
+                for request_id, sequences in requests.items():
+                    self._begin(request_id, sequences)
+                self._run_until_done(set(requests), interrupt, use_tqdm)
+            return [self._result(request_id) for request_id in requests]
         finally:
-            for request in requests:  # after an error or Ctrl-C nothing of them may go on
-                self._end(request)
+            for request_id in requests:  # after an error nothing of them may go on
+                self._end(request_id)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, rendered with the model's chat template.
+
+        A conversation is a list of {"role": ..., "content": ...}. Needs the extra `chat`.
+        """
+        several = bool(messages) and isinstance(messages[0], (list, tuple))
+        conversations: Any = messages if several else [messages]
+        render = self.engine.chat_template.render
+        texts = [render(c, add_generation_prompt=add_generation_prompt) for c in conversations]
+        tokenizer = self.get_tokenizer()
+        prompts = [{"prompt_token_ids": tokenizer.encode_chat(text)} for text in texts]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Completes one prompt, yielding after each token; `outputs[0].text` is the new text.
+        """Completes one prompt, yielding what is new after each token: text, ids, logprobs.
 
         Text is held back while a character is incomplete. Leaving the loop ends the request.
+        Several streams may be read in turn, and by several threads.
         """
-        request = self.engine.make_request(
-            str(next(self._ids)), prompt, sampling_params or SamplingParams()
-        )
-        self._begin(request, stream=True)
+        (params,) = self._params_each(sampling_params, 1)
+        request_id = str(next(self._ids))
+        return self._stream(request_id, self.engine.make_requests(request_id, prompt, params))
+
+    def _stream(self, request_id: str, sequences: list[Request]) -> Iterator[RequestOutput]:
+        self._begin(request_id, sequences, stream=True)
         try:
             finished = False
             while not finished:
-                for output in self._wait(request.request_id):
+                for output in self._wait(request_id):
                     finished = output.finished
                     yield output
         finally:
-            self._end(request)
+            self._end(request_id)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; our defaults for the rest."""
+        return SamplingParams(**self.engine.model.generation_defaults)
+
     def close(self) -> None:
         """Frees the device; the object cannot be used afterwards."""
         self.engine.close()
 
-    def _begin(self, request: Request, *, stream: bool = False) -> None:
-        self.engine.enqueue(request, stream=stream)
-        self._inbox[request.request_id] = []
+    def _params_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        each = [params] * count if isinstance(params, SamplingParams) else params
+        if not isinstance(each, (list, tuple)):
+            raise InputError(f"sampling_params: SamplingParams or a list of them, not {each!r:.80}")
+        for i, p in enumerate(each):
+            if not isinstance(p, SamplingParams):
+                raise InputError(f"sampling_params[{i}] must be SamplingParams, not {p!r:.80}")
+        if len(each) != count:
+            raise InputError(
+                f"{len(each)} sampling_params for {count} prompts: give one or as many"
+            )
+        return each
+
+    def _begin(self, request_id: str, sequences: list[Request], *, stream: bool = False) -> None:
+        with self._lock:
+            self.engine.enqueue(request_id, sequences, stream=stream)
+            self._inbox[request_id] = []
+
+    def _step(self) -> None:
+        """Steps the engine and sorts its news."""
+        try:
+            news = self.engine.step()
+        except BaseException:
+            # Steps under way are lost, and with them the tokens of every request in them. Others
+            # that wait for theirs find them ended.
+            for output in self.engine.abort_all():
+                self._inbox[output.request_id].append(output)
+            raise
+        for output in news:
+            self._inbox[output.request_id].append(output)
 
     def _wait(self, request_id: str) -> list[RequestOutput]:
         """Steps the engine until there is news of a request, and takes it."""
-        while not self._inbox[request_id]:
-            for output in self.engine.step():
-                self._inbox[output.request_id].append(output)
-        news, self._inbox[request_id] = self._inbox[request_id], []
-        return news
+        while True:
+            with self._lock:
+                if news := self._inbox[request_id]:
+                    self._inbox[request_id] = []
+                    return news
+                if not self.engine.has_request(request_id):
+                    raise RuntimeError(f"request {request_id!r} has been aborted")
+                self._step()
 
-    def _end(self, request: Request) -> None:
-        self.engine.abort_request(request.request_id)
-        self._inbox.pop(request.request_id, None)
+    def _run_until_done(self, waiting: set[str], interrupt: Interrupt, use_tqdm: bool) -> None:
+        """Steps the engine until these requests have finished, or Ctrl-C is pressed."""
+        with Progress(len(waiting) if use_tqdm else 0, "Processed prompts") as bar:
+            while waiting and not interrupt.pending:
+                with self._lock:
+                    done = {request_id for request_id in waiting if self._inbox[request_id]}
+                    waiting -= done
+                    if waiting and not done:
+                        self._step()
+                bar.update(len(done))
 
+    def _result(self, request_id: str) -> RequestOutput:
+        """A request's output; one that has not finished is ended, and returned as it is."""
+        with self._lock:
+            output = self.engine.abort_request(request_id)
+            return self._inbox[request_id][0] if output is None else output
 
-def _params_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InputError(f"{len(params)} sampling_params for {count} prompts: give one or as many")
-    return params
+    def _end(self, request_id: str) -> None:
+        with self._lock:
+            self.engine.abort_request(request_id)
+            self._inbox.pop(request_id, None)

@@ -17,10 +17,12 @@ class GraphExec(Closing):
     def __init__(self, graph: Any) -> None:
         self.handle: Any = call("cuGraphInstantiate", graph, 0)
 
-    def launch(self, stream: Stream) -> None:
+    def run(self, stream: Stream) -> None:
+        """Gives all of the graph's work to `stream`."""
         call("cuGraphLaunch", self.handle, stream.handle)
 
     def close(self) -> None:
+        """Destroys the graph; if it is running, the driver does so when it has ended."""
         if self.handle is not None:
             handle, self.handle = self.handle, None
             call("cuGraphExecDestroy", handle)

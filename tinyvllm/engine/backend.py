@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +23,12 @@ from tinyvllm.memory.pool import DevicePool
 from tinyvllm.memory.upload import Uploader
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.hub import LocalModel
-from tinyvllm.model.llama import logprobs_program, score_program, step_program
+from tinyvllm.model.llama import (
+    edits_program,
+    logprobs_program,
+    score_program,
+    step_program,
+)
 from tinyvllm.model.presets import DummySource
 from tinyvllm.model.weights import (
     check_weights,
@@ -39,6 +44,7 @@ from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyExecutor
 from tinyvllm.ops.program import INPUT, STATE, Program, Weight, concrete
 from tinyvllm.ops.random_fill import fill_launches
+from tinyvllm.sampling_params import SAMPLERS
 from tinyvllm.util import DType, InputError, align_up, ceil_div, format_bytes, logger
 
 # Tokens that the KV cache must hold at the least where max_model_len was not asked for.
@@ -51,7 +57,9 @@ class Backend:
 
     executor: Executor
     device_name: str
+    asynchronous: bool  # runs go on while the host does something else
     max_model_len: int
+    limits: Mapping[str, int]  # largest sizes of a run
     memory: MemoryPlan
     close: Callable[[], None]
 
@@ -80,13 +88,21 @@ def model_dtype(config: EngineConfig, model: ModelConfig) -> DType:
     return DType.FP16 if model.dtype is DType.FP16 else DType.BF16
 
 
-def step_programs(config: EngineConfig, model: ModelConfig, primitive: bool) -> list[Program]:
-    """The programs of an engine: prefill (and mixed) steps, decode steps, two kinds of scoring."""
+def engine_programs(config: EngineConfig, model: ModelConfig, primitive: bool) -> list[Program]:
+    """The programs of an engine: steps by phase and sampler, edits alone, two kinds of scoring."""
     programs = []
-    for phase in ("prefill", "decode"):
-        program = step_program(model, phase, block_size=config.block_size)
-        programs.append(program if primitive else lower(program, phase))
-    return [*programs, logprobs_program(model, "logprobs"), score_program(model, "score")]
+    for sampler in SAMPLERS:
+        for phase in ("prefill", "decode"):
+            program = step_program(
+                model,
+                f"{phase}.{sampler}",
+                block_size=config.block_size,
+                phase=phase,
+                sampler=sampler,
+            )
+            programs.append(program if primitive else lower(program, phase))
+    edits = edits_program("edits")
+    return [*programs, edits, logprobs_program(model, "logprobs"), score_program(model, "score")]
 
 
 def plan_engine(
@@ -147,7 +163,7 @@ def _limits(config: EngineConfig, max_model_len: int, num_blocks: int) -> dict[s
 
 
 def _open_cpu(config: EngineConfig, model: LocalModel) -> Backend:
-    programs = step_programs(config, model.config, primitive=True)
+    programs = engine_programs(config, model.config, primitive=True)
     memory, max_model_len = plan_engine(
         config, model.config, programs, free_bytes=_host_memory(), act=DType.F32, device=None
     )
@@ -163,7 +179,7 @@ def _open_cpu(config: EngineConfig, model: LocalModel) -> Backend:
         for b in programs[0].of_kind(STATE)
     }
     executor = NumpyExecutor(programs, weights, states, limits)
-    return Backend(executor, "cpu", max_model_len, memory, executor.close)
+    return Backend(executor, "cpu", False, max_model_len, limits, memory, executor.close)
 
 
 def _host_memory() -> int:
@@ -177,7 +193,7 @@ def _host_memory() -> int:
 
 def _open_cuda(config: EngineConfig, model: LocalModel) -> Backend:
     act = model_dtype(config, model.config)
-    programs = step_programs(config, model.config, primitive=False)
+    programs = engine_programs(config, model.config, primitive=False)
     index = int(config.device.partition(":")[2] or 0)
     with ExitStack() as stack:
         device = stack.enter_context(Device(index, config.kernel_path))
@@ -206,7 +222,8 @@ def _open_cuda(config: EngineConfig, model: LocalModel) -> Backend:
         )
         stack.callback(executor.close)
         name = f"cuda:{index} ({device.info.name})"
-        return Backend(executor, name, max_model_len, memory, stack.pop_all().close)
+        close = stack.pop_all().close
+        return Backend(executor, name, True, max_model_len, limits, memory, close)
 
 
 def _load_cuda(

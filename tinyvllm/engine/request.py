@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
+from tinyvllm.engine.row_lists import RowLists
+from tinyvllm.memory.prefix_cache import CachedBlock
 from tinyvllm.outputs import TokenLogprobs
-from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.sampling_params import SAMPLERS, SamplingParams
 from tinyvllm.util import InputError
 
 
@@ -21,26 +23,40 @@ class RequestStatus(enum.Enum):
 class Request:
     """A prompt, its parameters, the tokens generated so far, and the scheduler's books about it.
 
+    priority: the lower, the more urgent, as in vLLM.
+    parent: a request added before with the same prompt, of which this is another sample: it shares
+        the blocks of the prompt while the parent runs.
+    index: which of the samples of one prompt this is.
+
     The scheduler alone writes the fields below `status`; the engine appends log-probabilities.
     """
 
     __slots__ = (
         "arrival",
+        "arrival_step",
         "block_ids",
+        "cached_block",
         "cumulative_logprob",
         "decoding",
         "finish_reason",
+        "index",
         "logprobs",
         "max_total_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
+        "num_kept_blocks",
         "num_preemptions",
         "num_tokens",
         "output_token_ids",
         "params",
+        "parent",
+        "priority",
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
+        "row_lists",
+        "sampler",
         "slot",
         "status",
         "stop_reason",
@@ -54,11 +70,20 @@ class Request:
         params: SamplingParams,
         eos_token_ids: Iterable[int] = (),
         prompt: str | None = None,
+        *,
+        priority: int = 0,
+        parent: Request | None = None,
+        index: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.priority = priority
+        self.parent = parent
+        self.index = index
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
+        self.sampler = SAMPLERS.index(params.sampler)
+        self.row_lists: RowLists = {}  # of the row's states, for the "adjust" sampler
         eos = () if params.ignore_eos else eos_token_ids
         # Every token that ends the request with reason "stop".
         self.stop_set = frozenset(eos).union(params.stop_token_ids)
@@ -73,10 +98,11 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
-        self.stop_reason: int | None = None
-        # Set by Scheduler.add: the place in the order of arrival, and the most tokens, prompt
-        # included, before the request ends with reason "length".
+        self.stop_reason: int | str | None = None
+        # Set by Scheduler.add: the place in the order of arrival, the number of steps before, and
+        # the most tokens, prompt included, before the request ends with reason "length".
         self.arrival = -1
+        self.arrival_step = 0
         self.max_total_tokens = 0
         # Counts, not values: a token counts from the moment that its step is scheduled, so that
         # the next step can be scheduled before the token is read back.
@@ -87,12 +113,20 @@ class Request:
         self.decoding = False
         self.slot: int | None = None
         self.block_ids: list[list[int]] = []  # one table a KV group, all of equal length
+        self.num_kept_blocks = 0  # a table's first blocks, offered to the prefix cache
+        self.cached_block: CachedBlock | None = None  # the last of these there; None: offers none
+        self.num_cached_tokens = 0  # of the prompt, not computed at the first admission
         self.num_preemptions = 0
 
     @property
     def finished(self) -> bool:
         """True from the final token, or the abort, on."""
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def may_share(self) -> bool:
+        """True when K and V of its tokens may come from others: no more than that is needed."""
+        return self.params.prompt_logprobs is None and not self.params.counted
 
     @property
     def num_known_tokens(self) -> int:
@@ -110,6 +144,8 @@ class Request:
     def validate(self, max_model_len: int, vocab_size: int) -> None:
         """Raise InputError unless the prompt leaves room for a token and all ids are tokens."""
         name, num_prompt = f"request {self.request_id!r}", len(self.prompt_token_ids)
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InputError(f"{name}: priority={self.priority!r}: must be an integer")
         if num_prompt == 0:
             raise InputError(f"{name}: the prompt is empty; it needs at least 1 token")
         if num_prompt > max_model_len - 1:

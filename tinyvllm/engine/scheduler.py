@@ -2,81 +2,39 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from tinyvllm.config import RETURN_MARGIN
+from tinyvllm.engine.block_tables import BlockTables
+from tinyvllm.engine.policy import POLICIES, urgency
 from tinyvllm.engine.request import Request, RequestStatus
+from tinyvllm.engine.step import ScheduledRow, ScheduledStep
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.util import InputError
 
-
-@dataclass(slots=True)
-class ScheduledRow:
-    """Tokens [start, start + num_tokens) of one request, whose row state is at `slot`.
-
-    samples: the row reaches the end of the request's tokens, so its last logits give a new one.
-    """
-
-    request: Request
-    slot: int
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-@dataclass(slots=True)
-class ScheduledStep:
-    """One step's work: the rows, and the edits to the device's state that come before them.
-
-    rows: first `num_decodes` decode rows, of one token each, whose input token is the one that
-        the row sampled last (in the device's row state); then prefill rows, whose input tokens
-        are `request.tokens(start, start + num_tokens)`. Each request has at most one row.
-    joins: the prefill rows whose slot changes hands, so its row state must be set up.
-    new_blocks: block-table entries (group, slot, index in the table, block) to write.
-    preempted: requests that lost their slot and blocks to others.
-    """
-
-    rows: list[ScheduledRow] = field(default_factory=list)
-    num_decodes: int = 0
-    num_tokens: int = 0
-    joins: list[ScheduledRow] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, int, int]] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-
-    @property
-    def decode_rows(self) -> list[ScheduledRow]:
-        """The rows that take their input token from the device."""
-        return self.rows[: self.num_decodes]
-
-    @property
-    def prefill_rows(self) -> list[ScheduledRow]:
-        """The rows that take their input tokens from the host."""
-        return self.rows[self.num_decodes :]
-
-    @property
-    def sampling_rows(self) -> list[ScheduledRow]:
-        """The rows that yield a token, in the order in which `Scheduler.update` takes them."""
-        return [row for row in self.rows if row.samples]
+__all__ = ["ScheduledRow", "ScheduledStep", "Scheduler"]
 
 
 class Scheduler:
-    """Continuous batching, first come first served, within a budget of tokens a step.
+    """Continuous batching within a budget of tokens a step.
 
     Running requests decode first, so that they never starve; what is left of the budget goes to
-    prompts, in chunks. Requests are admitted strictly in order of arrival and the latest arrival
-    is preempted first, so:
+    prompts, in chunks, of one request at a time but for those that end in the same step.
 
-    * `running` and `waiting` are each in order of arrival, and all of `running` came before all
-      of `waiting`;
-    * only the last running request can be in the middle of its prompt.
-
-    A preempted request gives up its blocks and computes all its tokens again later, its output so
-    far included, as if they were its prompt.
+    * `waiting` is in the order of the policy, and requests are admitted in that order; only
+      samples of a prompt that is computed in the same step are passed over.
+    * `running` is in order of urgency. When blocks run out its last, so the least urgent and
+      among these the latest arrival, is preempted, whatever the policy: it gives up its blocks
+      and computes all its tokens again later, its output so far included, as if they were its
+      prompt. Nobody is preempted for a less urgent request, or for one that waits.
+    * Admission, with room for all its tokens, may not carry the share of blocks in use above
+      `preemption_threshold`; a preempted request stays `RETURN_MARGIN` below that, so that it
+      is not preempted again at once. While nothing else runs, both may use all blocks.
 
     `schedule` needs only counts, never the values of tokens in flight: the next step may be
-    scheduled before the tokens of the previous one are passed to `update`. Steps are updated in
-    the order in which they were scheduled.
+    scheduled before the tokens of the previous one are passed to `update`. Steps are launched and
+    updated in the order in which they were scheduled.
     """
 
     def __init__(
@@ -87,6 +45,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
+        scheduling_policy: str = "fcfs",
+        preemption_threshold: float = 0.85,
+        enable_prefix_caching: bool = True,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise InputError(
@@ -98,16 +59,34 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.waiting: deque[Request] = deque()
+        self.tables = BlockTables(blocks, enable_prefix_caching)
+        self.order = POLICIES[scheduling_policy]
+        self.preemption_threshold = preemption_threshold
+        # Blocks in use up to which requests are admitted, and preempted ones return.
+        self._admission_limit = round_down(preemption_threshold * blocks.num_blocks)
+        self._return_limit = round_down((preemption_threshold - RETURN_MARGIN) * blocks.num_blocks)
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._prefilling: Request | None = None  # the one that is in the middle of its prompt
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack, slot 0 on top
         self._num_arrivals = 0
+        self._num_steps = 0
+        self._decodes_version = 0
+        self._num_skipped = 0  # running requests without a row in the last step, since they end
+        # The request that found no room, and how many blocks were in use: nothing is looked up
+        # again while it is the next and no fewer are.
+        self._blocked: tuple[Request, int] | None = None
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises InputError when it can never run."""
         self.validate(request)
+        parent = request.parent
+        if parent is not None:
+            assert parent.arrival >= 0, f"{parent} must be added before its child {request}"
+            assert parent.prompt_token_ids == request.prompt_token_ids
         request.arrival = self._num_arrivals
+        request.arrival_step = self._num_steps
         self._num_arrivals += 1
         # The last token is sampled but never stored, hence the 1: even alone in the cache, a
         # sequence cannot grow further.
@@ -116,14 +95,24 @@ class Scheduler:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
         request.max_total_tokens = limit
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=self.order)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request with reason "abort"; None when it is unknown, or finished before."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._finish(request, "abort")
+            self._finish(request, "abort", None)
         return request
+
+    def stop(self, request: Request, stop_reason: str) -> None:
+        """End a request with reason "stop" because its text holds the string `stop_reason`.
+
+        It counts more than the length that the request may have reached with the same token.
+        """
+        if request.finished:
+            request.finish_reason, request.stop_reason = "stop", stop_reason
+        else:
+            self._finish(request, "stop", stop_reason)
 
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
@@ -132,12 +121,12 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when nothing can run before tokens in flight are updated."""
         step = ScheduledStep()
+        self._num_steps += 1
         self._decode(step)
-        last = self.running[-1] if self.running else None
-        if last is not None and not last.decoding:
-            self._prefill(step, last)
+        if self._prefilling is not None:
+            self._prefill(step, self._prefilling)
         # After a preemption the cache is full, and nobody overtakes an unfinished prompt.
-        if not step.preempted and (last is None or last.decoding):
+        if not step.preempted and self._prefilling is None:
             self._admit(step)
         return step if step.rows else None
 
@@ -145,57 +134,94 @@ class Scheduler:
         """Take the tokens of `step.sampling_rows`, in that order; return the requests that end.
 
         Their blocks and slots are free at once. A token of a request that ended since the step
-        was scheduled is dropped.
+        was scheduled is dropped. Full blocks that the step completed enter the prefix cache.
         """
+        for request, num_preemptions, num_tokens in step.filled:
+            # Otherwise the blocks that the step wrote are not the request's any more.
+            if request.slot is not None and request.num_preemptions == num_preemptions:
+                self.tables.keep(request, num_tokens)
         ended = []
         for row, token in zip(step.sampling_rows, sampled_tokens, strict=True):
             request = row.request
             if request.status is RequestStatus.FINISHED:
                 continue
-            request.output_token_ids.append(token)
+            output = request.output_token_ids
+            output.append(token)
             if token in request.stop_set:
                 by_id = token in request.params.stop_token_ids
-                self._finish(request, "stop", token if by_id else None)
-                ended.append(request)
-            elif request.num_known_tokens == request.max_total_tokens:
-                self._finish(request, "length")
-                ended.append(request)
+                reason, stop_reason = "stop", token if by_id else None
+            elif len(request.prompt_token_ids) + len(output) == request.max_total_tokens:
+                reason, stop_reason = "length", None
+            else:
+                continue
+            if request.slot is not None:
+                self.tables.keep(request, row.start + row.num_tokens)
+            self._finish(request, reason, stop_reason)
+            ended.append(request)
         return ended
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless blocks, slots and queues agree with the requests."""
-        self.blocks.check_integrity()
-        held = [b for r in self.running for table in r.block_ids for b in table]
-        references = sum(map(self.blocks.ref_count, range(self.blocks.num_blocks)))
-        if len(held) != references:
-            raise RuntimeError(f"requests hold {len(held)} blocks, counted {references}")
+        self.tables.check_integrity(self.running)
         slots = sorted([*self._free_slots, *(r.slot for r in self.running if r.slot is not None)])
         if slots != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots {slots} are not each of 0..{self.max_num_seqs - 1} once")
-        arrivals = [r.arrival for r in (*self.running, *self.waiting)]
+        arrivals = sorted(r.arrival for r in (*self.running, *self.waiting))
         if arrivals != sorted(r.arrival for r in self._requests.values()):
-            raise RuntimeError(f"queues hold arrivals {arrivals}, not all in order")
+            raise RuntimeError(f"queues hold arrivals {arrivals}, not all once")
+        for queue, key in ((self.running, urgency), (self.waiting, self.order)):
+            keys = list(map(key, queue))
+            if keys != sorted(keys):
+                raise RuntimeError(f"a queue is out of order: {keys}")
 
     def _decode(self, step: ScheduledStep) -> None:
         """One token for each running request past its prompt."""
         rows = step.rows
         block_size = self.blocks.block_size
+        skipped = longest = 0
         # Preemption takes from the end of the list, so it never meets a request that has its row
         # already; the loop ends where the shortened list does.
         for request in self.running:
-            if not request.decoding or request.num_tokens == request.max_total_tokens:
-                continue  # in its prompt, or its last token is in flight
+            if not request.decoding:
+                self._claim_block(request, step)
+                continue
+            if request.num_tokens == request.max_total_tokens:
+                skipped += 1  # its last token is in flight
+                continue
             start = request.num_computed_tokens
-            if start == len(request.block_ids[0]) * block_size:
+            # The first test is the cheaper one.
+            if start % block_size == 0 and start == len(request.block_ids[0]) * block_size:
                 self._preempt_for(request, step)
                 if request.slot is None:
-                    break  # it was the latest arrival itself
-                self._grow(request, start + 1, step)
+                    break  # it was the least urgent itself
+                self.tables.grow(request, start + 1, step.new_blocks)
+                step.filled.append((request, request.num_preemptions, start))
             assert request.slot is not None
             rows.append(ScheduledRow(request, request.slot, start, 1, True))
+            if start >= longest:
+                longest = start + 1
             request.num_computed_tokens = start + 1
             request.num_tokens += 1
         step.num_decodes = step.num_tokens = len(rows)
+        step.longest_context = longest
+        # Requests that end are only ever added to until one is released: the number tells.
+        self._decodes_version += skipped != self._num_skipped
+        self._num_skipped = skipped
+        step.decodes_version = self._decodes_version
+
+    def _claim_block(self, request: Request, step: ScheduledStep) -> None:
+        """For a prompt that waits for blocks, take one a group from less urgent requests.
+
+        Without less urgent ones it goes on waiting, and keeps what it has.
+        """
+        start = request.num_computed_tokens
+        if (
+            start == len(request.block_ids[0]) * self.blocks.block_size
+            and self.blocks.num_free < self.blocks.num_groups
+            and request is not self.running[-1]
+        ):
+            self._preempt_for(request, step)
+            self.tables.grow(request, start + 1, step.new_blocks)
 
     def _prefill(self, step: ScheduledStep, request: Request) -> None:
         """As many of a request's known tokens as the budget and the free blocks allow."""
@@ -205,65 +231,90 @@ class Scheduler:
         budget = self.max_num_batched_tokens - step.num_tokens
         end = min(request.num_tokens, start + budget, room)
         if end == start:
-            return  # waits for blocks, keeping its own unless an earlier request needs them
+            return  # waits for blocks, keeping its own unless a more urgent request needs them
         assert request.slot is not None
-        self._grow(request, end, step)
+        self.tables.grow(request, end, step.new_blocks)
         samples = end == request.num_tokens
-        row = ScheduledRow(request, request.slot, start, end - start, samples)
-        step.rows.append(row)
-        step.num_tokens += row.num_tokens
-        if start == 0:
-            step.joins.append(row)
+        step.rows.append(ScheduledRow(request, request.slot, start, end - start, samples))
+        step.filled.append((request, request.num_preemptions, end))
+        step.num_tokens += end - start
+        step.longest_context = max(step.longest_context, end)
         request.num_computed_tokens = end
+        self._prefilling = None if samples else request
         if samples:
             request.num_tokens += 1
             request.decoding = True
+            self._decodes_version += 1
 
     def _admit(self, step: ScheduledStep) -> None:
         """Start waiting requests while there are slots, budget, and room for all their tokens."""
-        while self.waiting and self._free_slots and step.num_tokens < self.max_num_batched_tokens:
-            request = self.waiting[0]
-            if request.num_known_tokens < request.num_tokens:
-                return  # preempted with a token in flight, which it needs as input
-            # Its first chunk may be shorter; but admitted with room for that alone, a long prompt
-            # stops half-way, is preempted and starts again (simulated with prompts of up to 4000
-            # tokens in 24000 places: 3.4 times the tokens needed, against 1.1).
-            if self.blocks.blocks_for(request.num_tokens) > self.blocks.num_free:
+        index = 0  # of the next candidate; those before it wait for their parents
+        while (
+            index < len(self.waiting)
+            and self._free_slots
+            and step.num_tokens < self.max_num_batched_tokens
+        ):
+            request = self.waiting[index]
+            parent = request.parent
+            if parent is not None and any(row.request is parent for row in step.prefill_rows):
+                index += 1  # the parent's blocks can be copied once this step is launched
+                continue
+            if not self._begin(request, step):
                 return
-            self.waiting.popleft()
-            self.running.append(request)
-            request.status = RequestStatus.RUNNING
-            request.slot = self._free_slots.pop()
-            request.block_ids = [[] for _ in range(self.blocks.num_groups)]
+            del self.waiting[index]
             self._prefill(step, request)
+            step.joins.append(step.rows[-1])
 
-    def _grow(self, request: Request, num_tokens: int, step: ScheduledStep) -> None:
-        """Extend a request's block tables to hold `num_tokens`; the blocks must be free."""
-        assert request.slot is not None
-        have = len(request.block_ids[0])
-        more = self.blocks.blocks_for(num_tokens) // self.blocks.num_groups - have
-        for group, table in enumerate(request.block_ids):
-            taken = self.blocks.allocate(more)
-            assert taken is not None, f"{self.blocks.num_free} blocks are free, not {more}"
-            table += taken
-            for index, block in enumerate(taken, start=have):
-                step.new_blocks.append((group, request.slot, index, block))
+    def _begin(self, request: Request, step: ScheduledStep) -> bool:
+        """Make a waiting request run if there is room for all its tokens.
+
+        Its first chunk may be shorter; but admitted with room for that alone, a long prompt stops
+        half-way, is preempted and starts again (simulated with prompts of up to 4000 tokens in
+        24000 places: 3.4 times the tokens needed, against 1.1).
+        """
+        if request.num_known_tokens < request.num_tokens:
+            return False  # preempted with a token in flight, which it needs as input
+        used = self.blocks.num_used
+        if self._blocked is not None:
+            blocked, used_then = self._blocked
+            if request is blocked and used >= used_then and self.running:
+                return False
+        # A parent that runs has its whole prompt computed: nobody is admitted while it has not.
+        parent = request.parent
+        if parent is not None and (parent.slot is None or not request.may_share):
+            parent = None
+        plan = self.tables.plan(request, parent)
+        if not self.running:
+            limit = self.blocks.num_blocks
+        elif request.num_preemptions:
+            limit = self._return_limit
+        else:
+            limit = self._admission_limit
+        if used + plan.num_blocks > limit:
+            self._blocked = request, used
+            return False
+        self._blocked = None
+        request.status = RequestStatus.RUNNING
+        request.parent = None  # from now on a request like others
+        request.slot = self._free_slots.pop()
+        step.block_copies += self.tables.begin(request, plan, step.new_blocks)
+        insort(self.running, request, key=urgency)
+        return True
 
     def _preempt_for(self, request: Request, step: ScheduledStep) -> None:
-        """Preempt the latest arrivals, `request` last, until it can take one block a group."""
+        """Preempt the least urgent, `request` last, until it can take one block a group."""
         while self.blocks.num_free < self.blocks.num_groups and request.slot is not None:
-            victim = self.running.pop()
+            victim = self.running[-1]
             self._release(victim)
             victim.status = RequestStatus.WAITING
             victim.num_computed_tokens = 0
             victim.decoding = False
             victim.num_preemptions += 1
-            self.waiting.appendleft(victim)
+            insort(self.waiting, victim, key=self.order)
             step.preempted.append(victim)
 
-    def _finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
             self._release(request)
         else:
             self.waiting.remove(request)
@@ -273,15 +324,18 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Give a running request's blocks and slot back."""
-        for table in request.block_ids:
-            self.blocks.free(table)
-        request.block_ids = []
+        """Take a running request's place, blocks and slot back."""
+        self.running.remove(request)
+        if self._prefilling is request:
+            self._prefilling = None
+        self.tables.release(request)
         assert request.slot is not None
         self._free_slots.append(request.slot)
         request.slot = None
+        self._decodes_version += 1
 
     def validate(self, request: Request) -> None:
+        """Raise InputError, with the numbers, for a request that can never run."""
         name = f"request {request.request_id!r}"
         if request.request_id in self._requests:
             raise InputError(f"{name}: a request with this id is not finished yet")
@@ -292,3 +346,8 @@ class Scheduler:
                 f"{name}: the prompt of {num_prompt} tokens needs {blocks.blocks_for(num_prompt)} "
                 f"KV blocks of {blocks.block_size} tokens; the cache has {blocks.num_blocks}"
             )
+
+
+def round_down(x: float) -> int:
+    """The integer below `x`, or the one that rounding has put `x` next to."""
+    return int(x + 1e-9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tinyvllm.util import InputError, ceil_div
 
@@ -17,8 +17,14 @@ class BlockManager:
     A block's life, with its reference count over each interval:
 
         free      count 0         in the free list, contents meaningless
-        in use    count 1         from `allocate` to the last `free`; its one user may write
+        in use    count 1         from `allocate` to the last `free`; its one user may write,
+                                  until `keep`
         shared    count 2 or more from `incref` until `free` leaves one user; nobody may write
+        cached    count 0         kept at its last `free`: contents stay until `incref` brings it
+                                  back, or `allocate` runs out of free blocks and evicts it
+
+    Cached blocks are not in use: `num_free` counts them, since `allocate` can hand them out. It
+    evicts the one that lost its last user first.
 
     The caller decides when a freed block may be written again: work queued earlier on the compute
     stream may still read it, work queued later on that stream may overwrite it.
@@ -36,16 +42,25 @@ class BlockManager:
         self._counts = [0] * num_blocks
         # A stack: the block freed last is allocated first; at the start, block 0 is on top.
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._kept: set[int] = set()  # in use or cached
+        self._cached: dict[int, None] = {}  # the kept ones without users, the oldest first
+        # Called with the cached block to evict; must `drop` it, and may drop others.
+        self.evict: Callable[[int], None] = lambda block: self.drop([block])
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, from 0 to num_blocks."""
-        return len(self._free)
+        """Blocks that `allocate` can hand out, cached ones included, from 0 to num_blocks."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without users whose contents are kept."""
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one user."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     @property
     def usage(self) -> float:
@@ -67,9 +82,11 @@ class BlockManager:
 
     def allocate(self, n: int) -> list[int] | None:
         """Take n free blocks with count 1 each; None, and nothing taken, when fewer are free."""
-        rest = len(self._free) - n
-        if rest < 0:
+        if n > self.num_free:
             return None
+        while len(self._free) < n:
+            self.evict(next(iter(self._cached)))
+        rest = len(self._free) - n
         taken = self._free[rest:]
         del self._free[rest:]
         taken.reverse()
@@ -78,35 +95,63 @@ class BlockManager:
         return taken
 
     def incref(self, blocks: Iterable[int]) -> None:
-        """Add a user to each of these blocks, which must be in use."""
+        """Add a user to each of these blocks, which must be in use or cached."""
         for block in blocks:
-            assert self._counts[block] > 0, f"block {block} is free: it cannot be shared"
+            if self._counts[block] == 0:
+                assert block in self._cached, f"block {block} is free: it cannot be shared"
+                del self._cached[block]
             self._counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Take a user from each of these blocks; one without users left becomes free."""
+        """Take a user from each of these blocks; one without users left is free, or cached."""
         for block in blocks:
             count = self._counts[block] - 1
             assert count >= 0, f"block {block} is free already"
             self._counts[block] = count
             if count == 0:
+                if block in self._kept:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """From now on nobody writes these blocks, in use now; their last `free` caches them."""
+        for block in blocks:
+            assert self._counts[block] > 0, f"block {block} is not in use: nothing to keep"
+            self._kept.add(block)
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """The contents of these kept blocks are not needed any more: cached ones become free."""
+        for block in blocks:
+            self._kept.remove(block)
+            if block in self._cached:
+                del self._cached[block]
                 self._free.append(block)
 
+    def is_kept(self, block: int) -> bool:
+        """True from `keep` to `drop`."""
+        return block in self._kept
+
     def check_integrity(self) -> None:
-        """Raise RuntimeError, with the numbers, unless each block is free once or in use."""
-        free, counts = self._free, self._counts
+        """Raise RuntimeError, with the numbers, unless each block is free, cached or in use."""
+        free, counts, cached = self._free, self._counts, self._cached
         negative = {block: count for block, count in enumerate(counts) if count < 0}
         if negative:
             raise RuntimeError(f"negative reference counts: {negative}")
         if len(set(free)) != len(free):
             twice = sorted({block for block in free if free.count(block) > 1})
             raise RuntimeError(f"blocks {twice} are more than once among {len(free)} free ones")
-        referenced = {block: counts[block] for block in free if counts[block] > 0}
+        referenced = {block: counts[block] for block in [*free, *cached] if counts[block] > 0}
         if referenced:
-            raise RuntimeError(f"free blocks with users (block: count): {referenced}")
-        in_use = sum(1 for count in counts if count > 0)
-        if len(free) + in_use != self.num_blocks:
+            raise RuntimeError(f"free or cached blocks with users (block: count): {referenced}")
+        kept_free, not_kept = self._kept.intersection(free), cached.keys() - self._kept
+        if kept_free or not_kept:
             raise RuntimeError(
-                f"{len(free)} free + {in_use} in use = {len(free) + in_use} blocks, "
-                f"but the cache has {self.num_blocks}"
+                f"blocks kept but free: {kept_free}, cached but not kept: {not_kept}"
+            )
+        in_use = sum(1 for count in counts if count > 0)
+        if len(free) + len(cached) + in_use != self.num_blocks:
+            raise RuntimeError(
+                f"{len(free)} free + {len(cached)} cached + {in_use} in use = "
+                f"{len(free) + len(cached) + in_use} blocks, but the cache has {self.num_blocks}"
             )

@@ -67,6 +67,8 @@ def _model_launches(
     step = step_program(config, "step", block_size=block_size)
     for phase in RULES:
         yield from _launches(lower(step, phase), _sizes(), act, device)
+    step = step_program(config, "step", block_size=block_size, sampler="adjust")
+    yield from _launches(step, _sizes(), act, device)
     for program in (logprobs_program(config, "logprobs"), score_program(config, "score")):
         yield from _launches(program, _sizes(), act, device)
 
@@ -83,7 +85,8 @@ def _launches(
 
 def _sizes() -> Iterator[dict[str, int]]:
     """Sizes of decode steps, whole prompts, and prompts mixed with decode rows."""
-    fixed = {"MB": 8192, "NB": 1 << 16, "SLOTS": 512, "E": 512, "B": 2048, "N": 256, "P": 20}
+    fixed = {"MB": 8192, "NB": 1 << 16, "SLOTS": 512, "E": 512, "B": 2048, "CP": 8}
+    fixed |= {"N": 256, "P": 20}
     contexts = [(n, 4096) for n in ROWS] + [(n, c) for n in (1, 32, 512) for c in CONTEXTS]
     for n, context in contexts:
         yield {**fixed, "C": context, "T": n, "R": n, "R1": n + 1, "S": n, "D": n, "Q": 0}

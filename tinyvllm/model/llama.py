@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tinyvllm.model.config import ModelConfig
+from tinyvllm.ops.logit_adjust import BAD_WORD_WORDS, HISTORY
 from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Program
+from tinyvllm.ops.row_params import ROW_WORDS
+from tinyvllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, SAMPLERS
 from tinyvllm.util import DType
 
-# Rows of this many int32 words describe one edit; `row_state.cu` lists the fields.
-ROW_EDIT_WORDS = 8
-BLOCK_EDIT_WORDS = 4
+BLOCK_EDIT_WORDS = 4  # group, slot, index, block
+_LISTS = ("row_bias_tokens", "row_bias_values", "row_bias_until", "row_bad_words")
 
 
-def step_program(config: ModelConfig, name: str, *, block_size: int) -> Program:
+def step_program(
+    config: ModelConfig,
+    name: str,
+    *,
+    block_size: int,
+    sampler: str = "plain",
+    phase: str = "prefill",
+) -> Program:
     """One step of the engine: edit the row state, run the layers, sample, advance the rows.
 
+    `sampler` is one of SAMPLERS, at least that of each row. In `phase` "decode" no row joins.
+
     Run-time sizes: T tokens, R rows and R1 = R + 1, S sampled rows; D, Q and C as in the
-    attention op; SLOTS, MB, NB, E and B: row slots, table length, blocks, capacity of the edits.
+    attention op; SLOTS, MB, NB, E and B: row slots, table length, blocks, capacity of the edits;
+    CP: blocks to copy.
     """
+    assert sampler in SAMPLERS and phase in ("prefill", "decode"), (sampler, phase)
     p = Program(name)
-    _declare_state(p, config, block_size)
-    x = _step_inputs(p, config)
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    kv_shape = ("NB", config.num_hidden_layers, 2, heads, block_size, head_dim)
+    p.buffer("kv_cache", kv_shape, None, STATE)
+    x = _step_inputs(p, config, phase)
+    if sampler == "adjust":
+        _count_tokens(p, config, phase)
     for layer in range(config.num_hidden_layers):
         last = layer == config.num_hidden_layers - 1
         x = _decoder_layer(p, config, layer, x, OUTPUT if last else "temp")
     x = p.emit("select_rows", "sampled_x", x=x, index="sample_index")
-    _head(p, config, x, "logits", OUTPUT)
-    p.emit(
-        "sample",
-        "tokens",
-        logits="logits",
-        sample_slots="sample_slots",
-        sample_positions="sample_positions",
-        row_temperature="row_temperature",
-        row_seed="row_seed",
-        out_kind=OUTPUT,
-    )
+    logits = _head(p, config, x, "logits", OUTPUT)
+    _sample(p, logits, sampler)
     p.emit(
         "advance_rows",
         batch_slots="batch_slots",
@@ -46,6 +55,13 @@ def step_program(config: ModelConfig, name: str, *, block_size: int) -> Program:
         row_position="row_position",
         row_token="row_token",
     )
+    return p
+
+
+def edits_program(name: str) -> Program:
+    """The host's edits alone, for more of them than the inputs of one step hold."""
+    p = Program(name)
+    _apply_edits(p)
     return p
 
 
@@ -74,41 +90,46 @@ def score_program(config: ModelConfig, name: str) -> Program:
     return p
 
 
-def _declare_state(p: Program, c: ModelConfig, block_size: int) -> None:
-    """What lives on the device between steps: one row state per slot, and the KV cache."""
-    p.buffer(
-        "kv_cache",
-        ("NB", c.num_hidden_layers, 2, c.num_key_value_heads, block_size, c.head_dim),
-        None,
-        STATE,
-    )
+def _declare_lists(p: Program) -> None:
+    """What adjusts single logits of a row: biases (and bans), and bad words of several tokens."""
+    p.buffer("row_bias_tokens", ("SLOTS", MAX_LOGIT_BIAS), DType.I32, STATE)
+    p.buffer("row_bias_values", ("SLOTS", MAX_LOGIT_BIAS), DType.F32, STATE)
+    p.buffer("row_bias_until", ("SLOTS", MAX_LOGIT_BIAS), DType.I32, STATE)
+    p.buffer("row_bad_words", ("SLOTS", MAX_BAD_WORDS, BAD_WORD_WORDS), DType.I32, STATE)
+
+
+def _apply_edits(p: Program) -> None:
+    """The state of the rows, one of each for a slot, takes over what the host has changed."""
     p.buffer("block_tables", (1, "SLOTS", "MB"), DType.I32, STATE)
     p.buffer("row_position", ("SLOTS",), DType.I32, STATE)
     p.buffer("row_token", ("SLOTS",), DType.I32, STATE)
-    p.buffer("row_temperature", ("SLOTS",), DType.F32, STATE)
-    p.buffer("row_seed", ("SLOTS", 2), DType.I32, STATE)
-
-
-def _step_inputs(p: Program, c: ModelConfig) -> str:
-    """Applies the host's edits, spreads the rows over the step's tokens, embeds them."""
+    p.buffer("row_params", ("SLOTS", ROW_WORDS), DType.I32, STATE)
+    p.buffer("row_edits", ("E", ROW_WORDS), DType.I32, INPUT)
     p.buffer("edit_counts", (2,), DType.I32, INPUT)
-    p.buffer("row_edits", ("E", ROW_EDIT_WORDS), DType.I32, INPUT)
-    p.buffer("batch_slots", ("R",), DType.I32, INPUT)
-    p.buffer("query_start", ("R1",), DType.I32, INPUT)
-    p.buffer("sample_rows", ("S",), DType.I32, INPUT)
     p.buffer("block_edits", ("B", BLOCK_EDIT_WORDS), DType.I32, INPUT)
-    p.buffer("prompt_ids", ("T",), DType.I32, INPUT)
     p.emit(
         "apply_edits",
         edit_counts="edit_counts",
         row_edits="row_edits",
         block_edits="block_edits",
+        row_params="row_params",
         row_position="row_position",
         row_token="row_token",
-        row_temperature="row_temperature",
-        row_seed="row_seed",
         block_tables="block_tables",
     )
+
+
+def _step_inputs(p: Program, c: ModelConfig, phase: str) -> str:
+    """Applies the host's edits, spreads the rows over the step's tokens, embeds them."""
+    if phase == "prefill":  # declared first: the copy of a decode step starts behind it
+        p.buffer("block_copies", ("CP", 2), DType.I32, INPUT)
+    _apply_edits(p)
+    p.buffer("batch_slots", ("R",), DType.I32, INPUT)
+    p.buffer("query_start", ("R1",), DType.I32, INPUT)
+    p.buffer("sample_rows", ("S",), DType.I32, INPUT)
+    p.buffer("prompt_ids", ("T",), DType.I32, INPUT)
+    if phase == "prefill":
+        p.emit("copy_blocks", block_copies="block_copies", kv_cache="kv_cache")
     for name, size in (
         ("token_ids", "T"),
         ("positions", "T"),
@@ -137,6 +158,44 @@ def _step_inputs(p: Program, c: ModelConfig) -> str:
     )
     embedding = p.weight("model.embed_tokens.weight", c.vocab_size, c.hidden_size, split_axis=0)
     return p.emit("embedding", "x", token_ids="token_ids", weight=embedding)
+
+
+def _count_tokens(p: Program, c: ModelConfig, phase: str) -> None:
+    """Counts the step's input tokens, for rows that ask for it."""
+    p.buffer("token_counts", ("SLOTS", c.vocab_size), DType.I32, STATE)
+    p.buffer("row_history", ("SLOTS", HISTORY), DType.I32, STATE)
+    if phase == "prefill":
+        p.emit(
+            "reset_counts",
+            edit_counts="edit_counts",
+            row_edits="row_edits",
+            token_counts="token_counts",
+        )
+    p.emit(
+        "count_tokens",
+        token_ids="token_ids",
+        positions="positions",
+        token_slots="token_slots",
+        row_params="row_params",
+        token_counts="token_counts",
+        row_history="row_history",
+    )
+
+
+def _sample(p: Program, logits: str, sampler: str) -> str:
+    """The next token of each sampled row; `logits` stay as they are."""
+    rows: dict[str, Any] = {"sample_slots": "sample_slots", "row_params": "row_params"}
+    at: dict[str, Any] = {"sample_positions": "sample_positions"}
+    if sampler == "adjust":
+        _declare_lists(p)
+        states: dict[str, Any] = {n: n for n in ("token_counts", "row_history", *_LISTS)}
+        logits = p.emit("adjust_logits", "adjusted", logits=logits, **rows, **at, **states)
+    min_logit = None
+    if sampler != "plain":
+        min_logit = p.emit("filter_logits", "min_logit", logits=logits, **rows)
+    return p.emit(
+        "sample", "tokens", logits=logits, **rows, **at, min_logit=min_logit, out_kind=OUTPUT
+    )
 
 
 def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str) -> str:

@@ -57,6 +57,11 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a rendered chat: templates write the special tokens themselves, so none is
+        added (and no BOS comes twice)."""
+        return self.encode(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; incomplete UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -101,19 +106,24 @@ class IncrementalDecoder:
         self._window += ids
         text = self._decode(self._window)
         if not text.endswith(_REPLACEMENT):
-            return self._emit(len(self._window))
+            return self._emit(len(self._window), text)
         if len(self._window) - self._read <= _MAX_HELD:
             return ""
-        return self._emit(self._clean_cut(text))
+        cut = self._clean_cut(text)
+        return self._emit(cut, self._decode(self._window[:cut]))
 
     def flush(self) -> str:
         """Whatever is held back, at the end of the output."""
-        return self._emit(len(self._window))
+        if self._read == len(self._window):
+            return ""
+        return self._emit(len(self._window), self._decode(self._window))
 
-    def _emit(self, read: int) -> str:
-        """Text of the window's tokens up to `read`, which become the context of the next."""
+    def _emit(self, read: int, text: str) -> str:
+        """New text of the window's tokens up to `read`, which become the context of the next.
+
+        `text`: these tokens decoded, the context included.
+        """
         known = self._decode(self._window[: self._read])
-        text = self._decode(self._window[:read])
         if not text.startswith(known):
             # The prompt ended inside a character: the output completes it and shows it whole.
             known = known.rstrip(_REPLACEMENT)

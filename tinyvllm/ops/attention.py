@@ -87,7 +87,8 @@ class Attention(OpDef):
 
     Row r holds tokens query_start[r] .. query_start[r+1]-1, the last of its seq_lens[r] positions;
     their own K and V are in the cache already. Of `dims`, D is the number of leading rows with
-    exactly one token, Q bounds the tokens of the other rows, C bounds seq_lens.
+    exactly one token, Q bounds the tokens of the other rows, C bounds seq_lens. One of the leading
+    rows may be padding, of length 0: its output is 0.
     """
 
     name = "attention"
@@ -113,6 +114,9 @@ class Attention(OpDef):
             zip(a.batch_slots.tolist(), a.seq_lens.tolist(), strict=True)
         ):
             tokens = slice(starts[row], starts[row + 1])
+            if length == 0:
+                y[tokens] = 0
+                continue
             blocks = tables[slot, : ceil_div(length, block_size)]
             k, v = _gather(a.kv_cache, blocks, a.layer)[:, :, :length]
             _attend(q[tokens], k, v, y[tokens])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from math import prod
 
 import numpy as np
 
+from tinyvllm.driver.calls import phase
 from tinyvllm.driver.device import Event, Stream
+from tinyvllm.driver.graph import GraphExec, capture
 from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
 from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host, memset
 from tinyvllm.driver.spec import DeviceInfo
@@ -28,8 +31,8 @@ from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Program, concre
 from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType, align_up
 
-MAX_PREPARED = 64  # runs whose launches are kept packed: decode repeats its sizes
-NUM_SLOTS = 4  # steps whose inputs and outputs may be on their way at once
+MAX_PREPARED = 128  # runs kept ready, as packed launches or as a graph: decode repeats its sizes
+NUM_SLOTS = 8  # runs whose inputs and outputs may be on their way at once
 OUTPUT_SLOT_BYTES = 1 << 20  # token ids and log-probabilities; larger fetches get their own
 
 
@@ -41,7 +44,9 @@ class CudaResult:
 
     def get(self) -> dict[str, np.ndarray]:
         """The fetched outputs by name, copied out of the slot; may be called once."""
+        start = time.perf_counter()
         self._slot.event.synchronize()
+        self._executor.waited += time.perf_counter() - start
         outputs = {name: view.copy() for name, view in self._views.items()}
         self._executor.recycle(self._slot)
         return outputs
@@ -57,6 +62,20 @@ class _OutputSlot:
     def close(self) -> None:
         self.event.close()
         self.buffer.close()
+
+
+class _LaunchList:
+    """Launches that run one after the other, each a call of the driver."""
+
+    def __init__(self, launches: list[PreparedLaunch]) -> None:
+        self._launches = launches
+
+    def run(self, stream: Stream) -> None:
+        for launch in self._launches:
+            launch.run(stream)
+
+    def close(self) -> None:
+        """Nothing to free: the kernels belong to the loader."""
 
 
 class CudaExecutor:
@@ -110,11 +129,17 @@ class CudaExecutor:
         self._input_region = self._alloc(self._inputs.num_bytes)
         self._staging = StagingRing(NUM_SLOTS, max(self._inputs.num_bytes, 1))
         self._outputs = [_OutputSlot(OUTPUT_SLOT_BYTES) for _ in range(NUM_SLOTS)]
-        self._prepared: dict[tuple[object, ...], list[PreparedLaunch]] = {}
+        self._prepared: dict[tuple[object, ...], _LaunchList | GraphExec] = {}
         self._previous: tuple[Program, Dims] | None = None
+        self.waited = 0.0  # seconds that the host has spent waiting for results
 
     def run(
-        self, program: str, dims: Dims, inputs: Mapping[str, np.ndarray], fetch: tuple[str, ...]
+        self,
+        program: str,
+        dims: Dims,
+        inputs: Mapping[str, np.ndarray],
+        fetch: tuple[str, ...],
+        graph: bool = False,
     ) -> CudaResult:
         """Queues a program with its copies and returns at once; see `Executor.run`."""
         p, dims = self._programs[program], {**self._limits, **dims}
@@ -123,22 +148,33 @@ class CudaExecutor:
             # Sizes differ from step to step, so this arena lives in stream order.
             plan = plan_program(p, dims, self._act, self._info)
             arena = self._pool.alloc(plan.arena_bytes, self._stream)
-            for launch in self._prepare(p, dims, plan, arena):
-                launch.run(self._stream)
+            _LaunchList(self._prepare(p, dims, plan, arena)).run(self._stream)
             result = self._fetch(p, dims, plan, arena, fetch)
             self._pool.free(arena, self._stream)
             return result
-        key = (program, *dims.values())
-        launches = self._prepared.get(key)
-        if launches is None:
+        key = (program, graph, *dims.values())
+        ready = self._prepared.get(key)
+        if ready is None:
             while len(self._prepared) >= MAX_PREPARED:
-                del self._prepared[next(iter(self._prepared))]
+                self._prepared.pop(next(iter(self._prepared))).close()
             launches = self._prepare(p, dims, self.plans[program], self.arena)
-            self._prepared[key] = launches
-        for launch in launches:
-            launch.run(self._stream)
+            ready = self._capture(launches) if graph else _LaunchList(launches)
+            self._prepared[key] = ready
+        ready.run(self._stream)
         self._previous = p, dims
         return self._fetch(p, dims, self.plans[program], self.arena, fetch)
+
+    def write_row(self, name: str, row: int, values: np.ndarray) -> None:
+        """Writes the first elements of one row of a state, in stream order.
+
+        For what a step's inputs are too small for. The driver takes a copy of `values` before it
+        returns.
+        """
+        array = self._arrays[name]
+        bits = np.ascontiguousarray(array.dtype.encode(values))
+        row_bytes = prod(array.shape[1:]) * array.dtype.itemsize
+        assert bits.nbytes <= row_bytes, (name, values.shape, array.shape)
+        copy_to_device(array.ptr + row * row_bytes, bits, self._stream)
 
     def recycle(self, slot: _OutputSlot) -> None:
         """Takes an output slot back once its outputs have been read."""
@@ -174,6 +210,8 @@ class CudaExecutor:
         for ptr in self._allocations:
             self._pool.free(ptr, self._stream)
         self._allocations.clear()
+        for ready in self._prepared.values():
+            ready.close()
         self._prepared.clear()
 
     def _alloc(self, num_bytes: int) -> int:
@@ -201,6 +239,14 @@ class CudaExecutor:
         if end > start:
             copy_to_device(self._input_region + start, slot.array[start:end], self._stream)
         self._staging.release(slot, self._stream)
+
+    def _capture(self, launches: list[PreparedLaunch]) -> GraphExec:
+        """The launches as one graph: a decode step then costs the host one call."""
+        with phase("capture"):
+            with capture(self._stream) as graph:
+                _LaunchList(launches).run(self._stream)
+            with graph:
+                return graph.instantiate()
 
     def _prepare(self, p: Program, dims: Dims, plan: Plan, arena: int) -> list[PreparedLaunch]:
         launches = []

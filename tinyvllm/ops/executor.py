@@ -40,9 +40,21 @@ class Executor(Protocol):
     """Runs programs over state that it keeps; the engine sees nothing else of a device."""
 
     def run(
-        self, program: str, dims: Dims, inputs: Mapping[str, np.ndarray], fetch: tuple[str, ...]
+        self,
+        program: str,
+        dims: Dims,
+        inputs: Mapping[str, np.ndarray],
+        fetch: tuple[str, ...],
+        graph: bool = False,
     ) -> Result:
-        """Runs a program with these sizes and inputs; `fetch` names the outputs wanted back."""
+        """Runs a program with these sizes and inputs; `fetch` names the outputs wanted back.
+
+        `graph` says that these sizes will come again, so that capturing a CUDA graph pays.
+        """
+        ...
+
+    def write_row(self, name: str, row: int, values: np.ndarray) -> None:
+        """Writes the first elements of one row of a state, before the runs that follow."""
         ...
 
     def close(self) -> None: ...

@@ -79,7 +79,12 @@ class NumpyExecutor:
         self._previous: dict[str, np.ndarray] = {}  # outputs of the program that ran last
 
     def run(
-        self, program: str, dims: Dims, inputs: Mapping[str, np.ndarray], fetch: tuple[str, ...]
+        self,
+        program: str,
+        dims: Dims,
+        inputs: Mapping[str, np.ndarray],
+        fetch: tuple[str, ...],
+        graph: bool = False,
     ) -> NumpyResult:
         """Runs a program; see `Executor.run`."""
         p, dims = self._programs[program], {**self._limits, **dims}
@@ -99,10 +104,15 @@ class NumpyExecutor:
             self._previous = outputs
         return NumpyResult({name: outputs[name].copy() for name in fetch})
 
+    def write_row(self, name: str, row: int, values: np.ndarray) -> None:
+        """Writes the first elements of one row of a state."""
+        self._states[name][row].reshape(-1)[: values.size] = values.reshape(-1)
+
     def close(self) -> None:
-        """Drops the arrays."""
+        """Drops the arrays; the executor cannot run any more."""
         self._bound.clear()
         self._previous.clear()
+        self._weights, self._states, self._arenas, self._inputs = {}, {}, {}, {}
 
     def _array(self, p: Program, name: str, dims: Dims) -> np.ndarray:
         """The float32 or int32 array that stands for a buffer, weight or constant."""

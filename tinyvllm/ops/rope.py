@@ -101,7 +101,8 @@ class Rope(OpDef):
 
 
 class KvWrite(OpDef):
-    """Writes the keys and values of tokens at their positions in their sequences' blocks."""
+    """Writes the keys and values of tokens at their positions in their sequences' blocks; those
+    of padding tokens (slot -1) nowhere."""
 
     name = "kv_write"
     reads: ClassVar[Mapping[str, Shape]] = {"k": ("T", "NK"), "v": ("T", "NK"), **_KV_READS}
@@ -110,9 +111,10 @@ class KvWrite(OpDef):
 
     def reference(self, a: Operands) -> None:
         kv_heads, block_size, head_dim = a.kv_cache.shape[-3:]
-        index, place = np.divmod(a.positions, block_size)
-        block = a.block_tables[a.group, a.token_slots, index]
-        for which, values in enumerate((a.k, a.v)):
+        real = a.token_slots >= 0
+        index, place = np.divmod(a.positions[real], block_size)
+        block = a.block_tables[a.group, a.token_slots[real], index]
+        for which, values in enumerate((a.k[real], a.v[real])):
             a.kv_cache[block, a.layer, which, :, place] = values.reshape(-1, kv_heads, head_dim)
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:

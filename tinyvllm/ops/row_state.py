@@ -7,14 +7,15 @@ import numpy as np
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
 from tinyvllm.ops.arrays import nbytes
 from tinyvllm.ops.op import Cost, OpDef, Operands
+from tinyvllm.ops.row_params import ROW_WORDS, as_row_params
 from tinyvllm.util import DType, ceil_div
 
 APPLY_EDITS = Kernel(
     "row_state.cu",
     "apply_edits_kernel",
-    "ptr edit_counts, ptr row_edits, ptr block_edits, ptr row_position, ptr row_token, "
-    "ptr row_temperature, ptr row_seed, ptr block_tables, i32 num_row_edits, "
-    "i32 num_block_edits, i32 num_slots, i32 table_len",
+    "ptr edit_counts, ptr row_edits, ptr block_edits, ptr row_params, ptr row_position, "
+    "ptr row_token, ptr block_tables, i32 num_row_edits, i32 num_block_edits, i32 num_slots, "
+    "i32 table_len",
 )
 STEP_INPUTS = Kernel(
     "row_state.cu",
@@ -36,35 +37,27 @@ THREADS = 256
 class ApplyEdits(OpDef):
     """Takes over what the host has changed in rows and block tables.
 
-    A row edit is [slot, position, token, bits of the float32 temperature, seed low, seed high,
-    0, 0], a block edit [group, slot, index, block]. The first `edit_counts` of each are valid,
-    and no two touch the same place.
+    A row edit has the words of ROW_PARAMS, a block edit [group, slot, index, block]. The first
+    `edit_counts` of each are valid, and no two touch the same place.
     """
 
     name = "apply_edits"
-    reads = {"edit_counts": (2,), "row_edits": ("E", 8), "block_edits": ("B", 4)}
+    reads = {"edit_counts": (2,), "row_edits": ("E", ROW_WORDS), "block_edits": ("B", 4)}
     writes = {
+        "row_params": ("SLOTS", ROW_WORDS),
         "row_position": ("SLOTS",),
         "row_token": ("SLOTS",),
-        "row_temperature": ("SLOTS",),
-        "row_seed": ("SLOTS", 2),
         "block_tables": ("G", "SLOTS", "MB"),
     }
-    out_dtypes = {
-        "row_position": DType.I32,
-        "row_token": DType.I32,
-        "row_temperature": DType.F32,
-        "row_seed": DType.I32,
-        "block_tables": DType.I32,
-    }
+    out_dtypes = dict.fromkeys(writes, DType.I32)
 
     def reference(self, a: Operands) -> None:
-        rows = a.row_edits[: a.edit_counts[0]]
-        slots = rows[:, 0]
-        a.row_position[slots] = rows[:, 1]
-        a.row_token[slots] = rows[:, 2]
-        a.row_temperature[slots] = rows[:, 3].copy().view(np.float32)
-        a.row_seed[slots] = rows[:, 4:6]
+        words = a.row_edits[: a.edit_counts[0]]
+        rows = as_row_params(words)
+        slots = rows["slot"]
+        a.row_params[slots] = words
+        a.row_position[slots] = rows["position"]
+        a.row_token[slots] = rows["token"]
         blocks = a.block_edits[: a.edit_counts[1]]
         a.block_tables[blocks[:, 0], blocks[:, 1], blocks[:, 2]] = blocks[:, 3]
 
@@ -80,10 +73,9 @@ class ApplyEdits(OpDef):
                 edit_counts=a.edit_counts.ptr,
                 row_edits=a.row_edits.ptr,
                 block_edits=a.block_edits.ptr,
+                row_params=a.row_params.ptr,
                 row_position=a.row_position.ptr,
                 row_token=a.row_token.ptr,
-                row_temperature=a.row_temperature.ptr,
-                row_seed=a.row_seed.ptr,
                 block_tables=a.block_tables.ptr,
                 num_row_edits=num_row_edits,
                 num_block_edits=num_block_edits,
@@ -101,7 +93,8 @@ class StepInputs(OpDef):
 
     Row r continues the sequence of slot batch_slots[r] with the tokens query_start[r] ...
     query_start[r + 1] - 1. `prompt_ids` holds a token's id, or -1 for the token of the row state.
-    After the last token of each of `sample_rows` a token is sampled.
+    After the last token of each of `sample_rows` a token is sampled. A row with slot -1 is padding:
+    its tokens are 0 at position 0 of slot -1, its length is 0.
     """
 
     name = "step_inputs"
@@ -128,9 +121,17 @@ class StepInputs(OpDef):
         starts, lengths = a.query_start[:-1], np.diff(a.query_start)
         rows = np.repeat(np.arange(len(lengths)), lengths)
         a.token_slots[...] = a.batch_slots[rows]
-        a.positions[...] = a.row_position[a.token_slots] - starts[rows] + np.arange(len(rows))
-        a.token_ids[...] = np.where(a.prompt_ids >= 0, a.prompt_ids, a.row_token[a.token_slots])
-        a.seq_lens[...] = a.row_position[a.batch_slots] + lengths
+        real = a.token_slots >= 0
+        slots = a.token_slots[real]
+        offsets = np.arange(len(rows)) - starts[rows]
+        a.positions[...] = 0
+        a.positions[real] = a.row_position[slots] + offsets[real]
+        given = a.prompt_ids[real]
+        a.token_ids[...] = 0
+        a.token_ids[real] = np.where(given >= 0, given, a.row_token[slots])
+        real = a.batch_slots >= 0
+        a.seq_lens[...] = 0
+        a.seq_lens[real] = a.row_position[a.batch_slots[real]] + lengths[real]
         a.sample_index[...] = a.query_start[a.sample_rows + 1] - 1
         a.sample_slots[...] = a.batch_slots[a.sample_rows]
         a.sample_positions[...] = a.seq_lens[a.sample_rows]
@@ -159,7 +160,10 @@ class StepInputs(OpDef):
 
 
 class AdvanceRows(OpDef):
-    """Moves the rows of a step on: their new position, and the token that was sampled."""
+    """Moves the rows of a step on: their new position, and the token that was sampled.
+
+    Rows with slot -1 are skipped.
+    """
 
     name = "advance_rows"
     reads = {
@@ -172,8 +176,9 @@ class AdvanceRows(OpDef):
     out_dtypes = dict.fromkeys(writes, DType.I32)
 
     def reference(self, a: Operands) -> None:
-        a.row_position[a.batch_slots] = a.seq_lens
-        a.row_token[a.sample_slots] = a.tokens
+        rows, samples = a.batch_slots >= 0, a.sample_slots >= 0
+        a.row_position[a.batch_slots[rows]] = a.seq_lens[rows]
+        a.row_token[a.sample_slots[samples]] = a.tokens[samples]
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         num_rows, num_samples = a.seq_lens.shape[0], a.tokens.shape[0]

@@ -7,15 +7,20 @@ import numpy as np
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
 from tinyvllm.ops.arrays import nbytes
 from tinyvllm.ops.op import Cost, OpDef, Operands
+from tinyvllm.ops.row_params import ROW_WORDS, as_row_params
 from tinyvllm.util import DType, ceil_div
 
 SAMPLE_CHUNK = Kernel(
     "sample.cu",
     "sample_chunk_kernel",
-    "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_temperature, ptr row_seed, "
+    "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr min_logit, "
     "ptr partial, i32 vocab",
 )
-SAMPLE_MERGE = Kernel("sample.cu", "sample_merge_kernel", "ptr partial, ptr tokens, i32 num_chunks")
+SAMPLE_MERGE = Kernel(
+    "sample.cu",
+    "sample_merge_kernel",
+    "ptr partial, ptr sample_slots, ptr tokens, i32 num_chunks",
+)
 THREADS = 256
 CHUNK = 2048  # logits a block of the first kernel looks at
 PARTIAL_BYTES = 8  # a chunk's best value and where it is
@@ -26,7 +31,8 @@ class Sample(OpDef):
 
     Temperature 0: the largest logit, the lowest index among equal ones. Else a draw from
     softmax(logits / temperature), which depends on the row's seed and the token's position only.
-    A NaN is never chosen; if there is nothing else the token is 0.
+    Never chosen: a NaN, and what is below the row's `min_logit`; if there is nothing else the
+    token is 0, as it is for a row with slot -1.
     """
 
     name = "sample"
@@ -34,19 +40,29 @@ class Sample(OpDef):
         "logits": ("S", "V"),
         "sample_slots": ("S",),
         "sample_positions": ("S",),
-        "row_temperature": ("SLOTS",),
-        "row_seed": ("SLOTS", 2),
+        "row_params": ("SLOTS", ROW_WORDS),
+        "min_logit": ("S",),
     }
+    optional = frozenset({"min_logit"})
     writes = {"tokens": ("S",)}
     out_dtypes = {"tokens": DType.I32}
 
     def reference(self, a: Operands) -> None:
+        params = as_row_params(a.row_params)
         for s, slot in enumerate(a.sample_slots):
-            row, temperature = a.logits[s], a.row_temperature[slot]
+            if slot < 0:
+                a.tokens[s] = 0
+                continue
+            row, temperature = a.logits[s], params["temperature"][slot]
+            allowed = None if a.min_logit is None else row >= a.min_logit[s]
             if temperature > 0:
-                seed = a.row_seed[slot].view(np.uint32)
-                row = row / temperature
-                row += gumbel_noise(seed, int(a.sample_positions[s]), row.size)
+                # Scaling the noise, not the logits, is the same and can't overflow.
+                noise = gumbel_noise(params["seed"][slot], int(a.sample_positions[s]), row.size)
+                noise *= temperature
+                noise += row
+                row = noise
+            if allowed is not None:
+                row = np.where(allowed, row, np.float32(np.nan))
             token = int(np.argmax(row))
             if np.isnan(row[token]):  # argmax prefers NaN
                 numbers = np.flatnonzero(~np.isnan(row))
@@ -61,19 +77,24 @@ class Sample(OpDef):
         num_chunks = ceil_div(V, CHUNK)
         aligned = V % 4 == 0 and a.logits.ptr % 16 == 0
         return [
-            SAMPLE_CHUNK(aligned).launch(
+            SAMPLE_CHUNK(aligned, a.min_logit is not None).launch(
                 (num_chunks, S),
                 THREADS,
                 logits=a.logits.ptr,
                 sample_slots=a.sample_slots.ptr,
                 sample_positions=a.sample_positions.ptr,
-                row_temperature=a.row_temperature.ptr,
-                row_seed=a.row_seed.ptr,
+                row_params=a.row_params.ptr,
+                min_logit=0 if a.min_logit is None else a.min_logit.ptr,
                 partial=a.scratch,
                 vocab=V,
             ),
             SAMPLE_MERGE().launch(
-                (S,), 32, partial=a.scratch, tokens=a.tokens.ptr, num_chunks=num_chunks
+                (S,),
+                32,
+                partial=a.scratch,
+                sample_slots=a.sample_slots.ptr,
+                tokens=a.tokens.ptr,
+                num_chunks=num_chunks,
             ),
         ]
 
