@@ -1,6 +1,7 @@
 // What a request changes in its logits, and the counts of tokens that this depends on.
 //
-//   token_counts [slots, vocab]  kInPrompt if the prompt has the token, plus its number in the output
+//   token_counts [slots, vocab]  kInPrompt if the prompt has the token, plus its number of times in
+//                                the output
 //   row_history [slots, 8]       the last tokens, each at its position % 8
 //   row_bias_tokens, _values, _until [slots, max_bias]: the value is added to the token's logit
 //                                while the sampled position lies below `until`; -inf forbids it
@@ -64,13 +65,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__device__ __forceinline__ float penalised(float x, i32 count, const RowParams& row) {
-  if (count == 0) return x;
-  x = x > 0.0f ? __fdiv_rn(x, row.repetition) : __fmul_rn(x, row.repetition);
-  const i32 times = count & kOutputCount;
-  x = __fsub_rn(x, __fmul_rn(row.frequency, static_cast<float>(times)));
-  return times > 0 ? __fsub_rn(x, row.presence) : x;
-}
+struct Penalties {
+  float repetition, presence, frequency;
+
+  __device__ __forceinline__ float operator()(float x, i32 count) const {
+    if (count == 0) return x;
+    x = x > 0.0f ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
+    const i32 times = count & kOutputCount;
+    x = __fsub_rn(x, __fmul_rn(frequency, static_cast<float>(times)));
+    return times > 0 ? __fsub_rn(x, presence) : x;
+  }
+};
 
 // Whether the output, whose next token is at `position`, ends with what precedes the word's last.
 __device__ __forceinline__ bool ends_with(const i32* word, const i32* history, i32 position,
@@ -84,41 +89,50 @@ __device__ __forceinline__ bool ends_with(const i32* word, const i32* history, i
 }
 
 __global__ void __launch_bounds__(kThreads)
-    adjust_logits_kernel(const float* logits, const i32* sample_slots, const i32* sample_positions,
-                         const RowParams* row_params, const i32* token_counts,
-                         const i32* row_history, const i32* row_bias_tokens,
-                         const float* row_bias_values, const i32* row_bias_until,
-                         const i32* row_bad_words, float* adjusted, i32 vocab, i32 max_bias,
-                         i32 max_bad_words) {
+    adjust_logits_kernel(const float* __restrict__ logits, const i32* __restrict__ sample_slots,
+                         const i32* __restrict__ sample_positions,
+                         const RowParams* __restrict__ row_params,
+                         const i32* __restrict__ token_counts, const i32* __restrict__ row_history,
+                         const i32* __restrict__ row_bias_tokens,
+                         const float* __restrict__ row_bias_values,
+                         const i32* __restrict__ row_bias_until,
+                         const i32* __restrict__ row_bad_words, float* __restrict__ adjusted,
+                         i32 vocab, i32 max_bias, i32 max_bad_words) {
   const i64 s = blockIdx.y, slot = sample_slots[s];
   const i32 begin = blockIdx.x * kChunk, end = min(begin + kChunk, vocab);
   const float* in = logits + s * vocab;
   float* out = adjusted + s * vocab;
-  if (slot < 0) {
+  if (slot < 0 || row_params[slot].counted == 0) {
+#pragma unroll 4
     for (i32 v = begin + threadIdx.x; v < end; v += kThreads) out[v] = in[v];
-    return;
+    if (slot < 0) return;
   }
-  const RowParams row = row_params[slot];
+  const RowParams& row = row_params[slot];
   const i32* counts = token_counts + slot * vocab;
   const bool counted = row.counted != 0;
-#pragma unroll 8
-  for (i32 v = begin + threadIdx.x; v < end; v += kThreads) {
-    out[v] = counted ? penalised(in[v], counts[v], row) : in[v];
+  const Penalties penalised = {row.repetition, row.presence, row.frequency};
+  if (counted) {
+#pragma unroll 4
+    for (i32 v = begin + threadIdx.x; v < end; v += kThreads) {
+      out[v] = penalised(in[v], counts[v]);
+    }
   }
   if (row.num_bias == 0 && row.num_bad_words == 0) return;
 
   // Single tokens over again, from the model's logits; then, last, those that are forbidden.
   const i32 position = sample_positions[s];
   const i64 list = slot * max_bias;
+#pragma unroll 1
   for (int forbid = 0; forbid < 2; ++forbid) {
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < row.num_bias; i += kThreads) {
       const i32 token = row_bias_tokens[list + i];
       if (token < begin || token >= end || position >= row_bias_until[list + i]) continue;
       const float value = row_bias_values[list + i];
       if ((value == -CUDART_INF_F) != (forbid == 1)) continue;
       const float x = __fadd_rn(in[token], value);
-      out[token] = forbid ? value : counted ? penalised(x, counts[token], row) : x;
+      out[token] = forbid ? value : counted ? penalised(x, counts[token]) : x;
     }
   }
   for (int i = threadIdx.x; i < row.num_bad_words; i += kThreads) {

@@ -1,4 +1,4 @@
-// min_logit[s] = the smallest logit of row s that min_p, top_k and top_p leave, one after the other:
+// min_logit[s] = the smallest logit of row s that min_p, top_k and top_p leave, each of the rest:
 //
 //   min_p   logits whose weight is at least min_p times that of the best
 //   top_k   of these the k largest

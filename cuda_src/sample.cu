@@ -6,7 +6,7 @@
 // -log(u) = -log1p(-w) keeps its relative precision where g is large, where the winners are. The
 // word is number v % 4 of Philox4x32-10 with the row's seed as key and the counter
 // (v / 4, position, 0, 0): it depends on the seed and the position only, never on the batch.
-// Ties go to the lowest v; if all is NaN or too low, and for a padding row (slot -1), the token is 0.
+// Ties go to the lowest v; if all is NaN or too low, and for padding (slot -1), the token is 0.
 //
 // logits [S, vocab] float32 contiguous; temperature and seed by slot (row_params.cuh).
 // Work: block (c, s) of the first kernel finds the best of the kChunk logits of chunk c in row s,

@@ -55,9 +55,8 @@ def test_options_have_the_types_of_their_fields():
         "--ignore-eos",
         "--seed",
         "3",
-        "--stop-token-ids",
-        "4",
-        "5",
+        "--stop-token-ids=4",
+        "--stop-token-ids=5",
     )
     assert params == SamplingParams(temperature=0.7, ignore_eos=True, seed=3, stop_token_ids=(4, 5))
     assert parse(SamplingParams, "--no-ignore-eos") == SamplingParams()

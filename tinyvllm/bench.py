@@ -20,7 +20,7 @@ import numpy as np
 
 from tinyvllm.api.llm import LLM
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.device import Device, Event, Stream
+from tinyvllm.driver.device import Device, Event, Stream, cuda_unavailable
 from tinyvllm.driver.memory import copy_device
 from tinyvllm.engine.backend import Backend, open_backend
 from tinyvllm.engine.batch import step_limits
@@ -36,7 +36,7 @@ from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyResult
 from tinyvllm.ops.registry import op_def
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.util import DType
+from tinyvllm.util import DType, InputError
 
 COPY_BYTES = 2 << 30
 WARMUP_STEPS = 8
@@ -102,7 +102,10 @@ def bench_latency(
     config: EngineConfig, batches: list[int], contexts: list[int], as_json: bool
 ) -> None:
     """Median time of a decode step, end to end through the engine, for each batch and context."""
-    with Device(0) as device:
+    if reason := cuda_unavailable():
+        raise InputError(f"bench latency needs a GPU: {reason}")
+    index = int(config.device.partition(":")[2] or 0)
+    with Device(index) as device:
         name, rate = device.info.name, copy_bandwidth(device)
     rows = []
     longest = max(contexts) + MEASURED_STEPS
@@ -251,6 +254,8 @@ def bench_startup(config: EngineConfig, runs: int) -> None:
 
 def bench_load(config: EngineConfig) -> None:
     """Writes safetensors of the preset's shape to a temporary directory and loads them twice."""
+    if config.model not in PRESETS:
+        raise InputError(f"model={config.model!r}: must be one of {', '.join(PRESETS)}")
     logging.getLogger().setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(PRESETS[config.model], Path(directory))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import logging
+import os
 import sys
 import time
 import typing
 from collections.abc import Sequence
 from typing import Any
 
+import tinyvllm
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CompileError, CudaError
 from tinyvllm.memory.pool import OutOfMemoryError
@@ -23,6 +26,7 @@ USER_ERRORS = (InputError, CudaError, CompileError, OutOfMemoryError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, 1 after an error, 2 for wrong usage."""
     parser = argparse.ArgumentParser("tinyvllm", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"tinyvllm {tinyvllm.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -39,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure, with random weights by default")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     latency = kinds.add_parser("latency", help="time of a decode step next to its floor")
-    latency.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    latency.add_argument("--context", type=int, nargs="+", default=[256])
+    latency.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="sequences a step")
+    latency.add_argument("--context", type=int, nargs="+", default=[256], help="tokens before it")
     latency.add_argument("--json", action="store_true", help="print one JSON object")
     host = kinds.add_parser("host", help="Python's time for a step, on a device that does nothing")
-    host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
+    host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="sequences")
     startup = kinds.add_parser("startup", help="process start to first token")
     startup.add_argument("--runs", type=int, default=3, help="starts with a warm kernel cache")
     load = kinds.add_parser("load", help="rate of loading safetensors onto the GPU")
@@ -56,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     load.set_defaults(what="load")
 
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
     logging.basicConfig(
         format="%(message)s", level=logging.INFO if args.verbose else logging.WARNING
     )
@@ -65,9 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tinyvllm: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of a pipe went away: nothing more to say, and no traceback
+        # The reader of a pipe went away. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk behind standard output, for example
+        print(f"tinyvllm: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(file=sys.stderr)
         return 130
 
 
@@ -81,22 +92,27 @@ def add_options(
         if field.name == leave_out or not field.metadata["cli"]:
             continue
         hint = types[field.name]
-        options: dict[str, Any] = {"default": field.default, "help": field.metadata.get("help")}
-        if hint is bool:
+        options: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
+        kinds = [t for t in typing.get_args(hint) or (hint,) if t is not type(None)]
+        sequences = [t for t in (hint, *kinds) if typing.get_origin(t) is Sequence]
+        if kinds == [bool]:
             options["action"] = argparse.BooleanOptionalAction
-        elif typing.get_origin(hint) is Sequence:
-            options |= {"type": typing.get_args(hint)[0], "nargs": "*"}
-        else:  # a scalar, or a scalar | None
-            scalar = next(t for t in typing.get_args(hint) or (hint,) if t is not type(None))
-            options |= {"type": scalar, "choices": field.metadata.get("choices")}
+        elif sequences:
+            options |= {"type": typing.get_args(sequences[0])[0], "action": "append"}
+            options |= {"default": None, "help": f"{options['help']} (may be repeated)"}
+        else:
+            options |= {"type": kinds[0], "choices": field.metadata["choices"]}
         group.add_argument("--" + field.name.replace("_", "-"), **options)
 
 
 def from_args(config: type[Any], args: argparse.Namespace, leave_out: str | None = None) -> Any:
     """The dataclass that `add_options` made options for."""
-    options = [f for f in dataclasses.fields(config) if f.metadata["cli"]]
-    names = [f.name for f in options if f.name != leave_out]
-    return config(**{name: getattr(args, name) for name in names})
+    values = {
+        f.name: getattr(args, f.name)
+        for f in dataclasses.fields(config)
+        if f.metadata["cli"] and f.name != leave_out
+    }
+    return config(**{name: value for name, value in values.items() if value is not None})
 
 
 def run_generate(args: argparse.Namespace) -> int:

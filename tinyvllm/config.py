@@ -58,10 +58,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            choices = f.metadata["choices"]
-            if choices and getattr(self, f.name) not in choices:
+            choices, value = f.metadata["choices"], getattr(self, f.name)
+            # By type too: 16.0 equals 16, and an array compares as one.
+            if choices and not any(type(value) is type(c) and value == c for c in choices):
                 allowed = ", ".join(map(str, choices))
-                raise InputError(f"{f.name}={getattr(self, f.name)!r}: must be one of {allowed}")
+                raise InputError(f"{f.name}={value!r}: must be one of {allowed}")
+        for name in ("model", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(f"{name}={getattr(self, name)!r}: must be text")
         self._check_int("max_num_seqs", 1, 4096)
         self._check_int("max_num_batched_tokens", 1, 1 << 20)
         self._check_int("seed", 0, (1 << 63) - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 
@@ -92,7 +91,7 @@ def _cache() -> str:
             pass
     except OSError as error:
         raise ProblemError(f"{directory}: {error.strerror}: set TINYVLLM_CACHE_DIR") from None
-    return f"{directory}, {sum(1 for name in os.listdir(directory) if name[0] != '.')} kernels"
+    return f"{directory}, {sum(1 for _ in directory.glob('*.kernel'))} kernels"
 
 
 def _gpu(index: int) -> str:

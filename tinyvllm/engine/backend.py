@@ -176,7 +176,8 @@ def _open_cpu(config: EngineConfig, model: LocalModel) -> Backend:
         source.close()
     states = {
         b.name: np.zeros(concrete(b.shape, limits), b.dtype.storage if b.dtype else np.float32)
-        for b in programs[0].of_kind(STATE)
+        for p in programs
+        for b in p.of_kind(STATE)
     }
     executor = NumpyExecutor(programs, weights, states, limits)
     return Backend(executor, "cpu", False, max_model_len, limits, memory, executor.close)

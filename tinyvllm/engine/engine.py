@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +68,8 @@ class LLMEngine:
         words = bad_word_ids(params.bad_words, lambda word: self.tokenizer.encode(word, False))
         requests: list[Request] = []
         for index in range(params.n):
+            if index == 1:  # the first one scores the prompt for all
+                params = replace(params, prompt_logprobs=None)
             request = Request(
                 request_id if index == 0 else f"{request_id}.{index}",
                 ids,

@@ -153,6 +153,10 @@ class Request:
                 f"{name}: the prompt has {num_prompt} tokens; it may have {max_model_len - 1}, so "
                 f"that with one generated token it fits in max_model_len={max_model_len}"
             )
+        for option in ("logprobs", "prompt_logprobs"):
+            value = getattr(self.params, option)
+            if value is not None and value > vocab_size:
+                raise InputError(f"{name}: {option}={value}: the model has {vocab_size} tokens")
         stop = self.params.stop_token_ids
         for what, ids in (("prompt", self.prompt_token_ids), ("stop_token_ids", stop)):
             for i, token in enumerate(ids):

@@ -49,7 +49,7 @@ class ChatTemplate:
         time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
         if importlib.util.find_spec("jinja2") is None:
-            raise InputError('chat templates need Jinja: pip install "tinyvllm[chat]"')
+            raise InputError("chat templates need Jinja: pip install jinja2")
         self._templates = dict(templates)
         self._tokens = dict(tokens)
         self._where = where

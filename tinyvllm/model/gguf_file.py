@@ -79,9 +79,7 @@ def import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise InputError(
-            'GGUF files need the gguf package: pip install "tinyvllm[gguf]"'
-        ) from error
+        raise InputError("GGUF files need the gguf package: pip install gguf") from error
     return gguf
 
 

@@ -58,7 +58,11 @@ def resolve_model(
     """
     if not name_or_path:
         raise InputError("model is empty: give a directory, a GGUF file, a hub name or a preset")
-    path = Path(name_or_path).expanduser()
+    try:
+        path = Path(name_or_path).expanduser()
+        path.exists()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise InputError(f"model={name_or_path[:80]!r}: not a path: {error}") from None
     if revision is not None and (load_format == "dummy" or path.exists()):
         raise InputError(f"revision={revision!r}: {name_or_path} does not come from the hub")
     if load_format == "dummy":
