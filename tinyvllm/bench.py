@@ -63,7 +63,9 @@ def copy_bandwidth(device: Device) -> float:
 
 def step_bytes(model: ModelConfig, config: EngineConfig, batch: int, context: int) -> int:
     """Bytes that a decode step must move, from the ops' own costs: weights once, KV once."""
-    program = lower(step_program(model, "decode", block_size=config.block_size), "decode")
+    program = lower(
+        step_program(model, "decode", block_size=config.block_size, phase="decode"), "decode"
+    )
     blocks = -(-context // config.block_size)
     dims = {
         "T": batch,

@@ -165,7 +165,7 @@ class LLMEngine:
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends every request and forgets the steps under way; returns what there is of each."""
-        self._running.clear()
+        self._discard_running()
         outputs = [self.abort_request(request_id) for request_id in self._outputs.request_ids]
         return [output for output in outputs if output is not None]
 
@@ -173,8 +173,12 @@ class LLMEngine:
         """Frees the device. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
-            self._running.clear()
+            self._discard_running()
             self.backend.close()
+
+    def _discard_running(self) -> None:
+        while self._running:
+            self._running.popleft().discard()
 
     def _check_open(self) -> None:
         if self._closed:

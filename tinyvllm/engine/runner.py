@@ -27,6 +27,12 @@ class RunningStep:
     tokens: Result
     logprobs: Result | None
 
+    def discard(self) -> None:
+        """Gives up the outputs."""
+        self.tokens.discard()
+        if self.logprobs is not None:
+            self.logprobs.discard()
+
 
 class ModelRunner:
     """Turns scheduled steps into runs of the programs.
@@ -52,7 +58,7 @@ class ModelRunner:
                 for name, values in row.request.row_lists.items():
                     self._executor.write_row(name, row.slot, values)
             for edits in take_excess_edits(step, self._limits["B"]):
-                self._executor.run("edits", {}, edits, ())
+                self._executor.run("edits", {}, edits, ()).discard()
             batch = build_batch(step, self._seed, self._limits)
             sampler = max((row.request.sampler for row in step.rows), default=0)
             program = f"{'decode' if decode else 'prefill'}.{SAMPLERS[sampler]}"

@@ -42,8 +42,12 @@ class CudaResult:
     def __init__(self, executor: CudaExecutor, slot: _OutputSlot, views: dict[str, np.ndarray]):
         self._executor, self._slot, self._views = executor, slot, views
 
+    def discard(self) -> None:
+        """Gives the slot back unread; later copies to it come after these in the stream."""
+        self._executor.recycle(self._slot)
+
     def get(self) -> dict[str, np.ndarray]:
-        """The fetched outputs by name, copied out of the slot; may be called once."""
+        """The fetched outputs by name, copied out of the slot; `get` or `discard` comes once."""
         start = time.perf_counter()
         self._slot.event.synchronize()
         self._executor.waited += time.perf_counter() - start

@@ -31,9 +31,14 @@ Dims = Mapping[str, int]
 
 
 class Result(Protocol):
-    """The fetched outputs of one run; `get` waits for them (and for nothing else)."""
+    """The fetched outputs of one run. Each must be asked for, or discarded, once.
+
+    `get` waits for them and for nothing else.
+    """
 
     def get(self) -> dict[str, np.ndarray]: ...
+
+    def discard(self) -> None: ...
 
 
 class Executor(Protocol):

@@ -36,6 +36,9 @@ class NumpyResult:
         """The fetched outputs by name."""
         return self.outputs
 
+    def discard(self) -> None:
+        """Nothing waits for them."""
+
 
 class NumpyExecutor:
     """The device when there is no GPU, and what the kernels are compared with.
