@@ -147,7 +147,7 @@ def bench_latency(
 
 
 def _decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, float]:
-    """(median seconds of a step, mean seconds of the host's work in it) while all rows decode.
+    """Median seconds of a step, and of the host's own work in it, while all rows decode.
 
     Runs until every request has finished. The middle of the measured steps has the context named.
     """
@@ -157,7 +157,7 @@ def _decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, f
         length = max(1, context - MEASURED_STEPS // 2)
         ids = rng.integers(0, engine.model.config.vocab_size, length).tolist()
         engine.add_request(f"{batch}.{context}.{i}", {"prompt_token_ids": ids}, params)
-    times, host = [], 0.0
+    times, host = [], []
     running = engine.scheduler.running
     executor = engine.backend.executor
     while engine.has_unfinished_requests():
@@ -167,10 +167,9 @@ def _decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, f
         seconds = time.perf_counter() - start
         if decoding:
             times.append(seconds)
-            if len(times) > WARMUP_STEPS:
-                host += seconds - (getattr(executor, "waited", 0.0) - waited)
-    times = times[WARMUP_STEPS:-WARMUP_STEPS]
-    return statistics.median(times), host / (len(times) + WARMUP_STEPS)
+            host.append(seconds - (getattr(executor, "waited", 0.0) - waited))
+    steady = slice(WARMUP_STEPS, -WARMUP_STEPS)
+    return statistics.median(times[steady]), statistics.median(host[steady])
 
 
 def bench_host(config: EngineConfig, batches: list[int]) -> None:

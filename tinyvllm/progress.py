@@ -11,12 +11,15 @@ from tinyvllm.util import Closing
 class Progress(Closing):
     """A bar that `update` moves on; nothing at all where standard error is no terminal.
 
-    total: how many units there are, or None if nobody knows. unit: "B" counts bytes.
+    total: how many units there are, or None if nobody knows. unit: "B" counts bytes. shown: False
+    for no bar anywhere.
     """
 
-    def __init__(self, total: int | None, desc: str, unit: str = "it") -> None:
+    def __init__(
+        self, total: int | None, desc: str, unit: str = "it", *, shown: bool = True
+    ) -> None:
         self._bar: Any = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             # tqdm comes with tokenizers; loaded here, since most runs show no bar.
             from tqdm import tqdm  # type: ignore[import-untyped]
 

@@ -41,13 +41,13 @@ class LLM(Closing):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, each text or {"prompt_token_ids": [...]}; results in their order.
 
         `sampling_params` is one for all prompts, or one each; without it the model's own defaults
-        hold. `priority` is one number a prompt, lower is more urgent. A bad prompt is an
+        hold. `use_tqdm` shows a progress bar on a terminal. `priority` is one number a prompt, lower is more urgent. A bad prompt is an
         InputError before anything runs. After Ctrl-C it returns what there is, with the finish
         reason "abort" where a sequence had not ended; a second Ctrl-C is a KeyboardInterrupt.
         """
@@ -81,7 +81,7 @@ class LLM(Closing):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
-        use_tqdm: bool = False,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, rendered with the model's chat template.
 
@@ -178,7 +178,7 @@ class LLM(Closing):
 
     def _run_until_done(self, waiting: set[str], interrupt: Interrupt, use_tqdm: bool) -> None:
         """Steps the engine until these requests have finished, or Ctrl-C is pressed."""
-        with Progress(len(waiting) if use_tqdm else 0, "Processed prompts") as bar:
+        with Progress(len(waiting), "Processed prompts", shown=use_tqdm) as bar:
             while waiting and not interrupt.pending:
                 with self._lock:
                     done = {request_id for request_id in waiting if self._inbox[request_id]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +20,7 @@ from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.budget import MemoryPlan, plan_memory
 from tinyvllm.memory.plan import ALIGNMENT
 from tinyvllm.memory.pool import DevicePool
-from tinyvllm.memory.upload import Uploader
+from tinyvllm.memory.upload import CopyJob, Uploader
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.hub import LocalModel
 from tinyvllm.model.llama import (
@@ -44,6 +44,7 @@ from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyExecutor
 from tinyvllm.ops.program import INPUT, STATE, Program, Weight, concrete
 from tinyvllm.ops.random_fill import fill_launches
+from tinyvllm.progress import Progress
 from tinyvllm.sampling_params import SAMPLERS
 from tinyvllm.util import DType, InputError, align_up, ceil_div, format_bytes, logger
 
@@ -253,8 +254,12 @@ def _load_cuda(
             return arrays
         # The copies run in a stream of their own; the weights are used once they are done.
         stream.synchronize()
-        with Stream() as copies, Uploader(copies) as uploader:
-            done = uploader.upload(copy_jobs(source, packed, arrays))
+        with (
+            Stream() as copies,
+            Uploader(copies) as uploader,
+            Progress(num_bytes, "Loading weights", "B") as bar,
+        ):
+            done = uploader.upload(_counted(copy_jobs(source, packed, arrays), bar))
         logger.info(
             "weights: %s in %.2f s (%.1f GB/s)",
             format_bytes(done.num_bytes),
@@ -264,6 +269,13 @@ def _load_cuda(
     finally:
         source.close()
     return arrays
+
+
+def _counted(jobs: Iterable[CopyJob], bar: Progress) -> Iterator[CopyJob]:
+    """The jobs, each counted as it is begun."""
+    for job in jobs:
+        yield job
+        bar.update(job.num_bytes)
 
 
 def _fill_all(

@@ -13,6 +13,7 @@ from tinyvllm.memory.plan import ALIGNMENT
 from tinyvllm.memory.upload import SLOT_BYTES, CopyJob
 from tinyvllm.model.source import TensorSource
 from tinyvllm.ops.program import Program, Weight
+from tinyvllm.progress import Progress
 from tinyvllm.util import DType, InputError, align_up, ceil_div
 
 # Tensors that checkpoints carry and no program reads: RoPE is computed from the configuration.
@@ -45,10 +46,13 @@ def check_weights(source: TensorSource, program: Program, where: str) -> None:
 def load_numpy(source: TensorSource, program: Program, dtype: DType) -> dict[str, np.ndarray]:
     """float32 arrays by name, their values rounded to `dtype`: what the NumPy executor takes."""
     arrays = {}
-    for name, weight in program.weights.items():
-        bits = np.empty(prod(weight.shape), dtype.storage)
-        source.read(name, dtype, bits)
-        arrays[name] = dtype.decode(bits).reshape(weight.shape)
+    total = sum(prod(weight.shape) for weight in program.weights.values()) * dtype.itemsize
+    with Progress(total, "Loading weights", "B") as bar:
+        for name, weight in program.weights.items():
+            bits = np.empty(prod(weight.shape), dtype.storage)
+            source.read(name, dtype, bits)
+            arrays[name] = dtype.decode(bits).reshape(weight.shape)
+            bar.update(bits.nbytes)
     return arrays
 
 
