@@ -128,11 +128,13 @@ def test_grid_covers_the_result_without_idle_blocks(M, N, K):
     assert launch.block <= 512
 
 
-def test_few_rows_kernel_is_chosen_by_rows_alone():
+def test_few_rows_kernel_where_it_was_measured_to_win():
     for N in (1, 2048, 128256):
         for sms in (1, 30, 132):
-            assert matmul.choose_tile(16, N, sms) is None
+            assert matmul.choose_tile(8, N, sms) is None
             assert matmul.choose_tile(17, N, sms) is not None
+    assert matmul.choose_tile(16, 2048, 132) is None
+    assert matmul.choose_tile(16, 16384, 132) is not None
 
 
 @pytest.mark.parametrize(

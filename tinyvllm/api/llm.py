@@ -47,9 +47,10 @@ class LLM(Closing):
         """Completes prompts, each text or {"prompt_token_ids": [...]}; results in their order.
 
         `sampling_params` is one for all prompts, or one each; without it the model's own defaults
-        hold. `use_tqdm` shows a progress bar on a terminal. `priority` is one number a prompt, lower is more urgent. A bad prompt is an
-        InputError before anything runs. After Ctrl-C it returns what there is, with the finish
-        reason "abort" where a sequence had not ended; a second Ctrl-C is a KeyboardInterrupt.
+        hold. `use_tqdm` shows a progress bar on a terminal. `priority` is one number a prompt,
+        lower is more urgent. A bad prompt is an InputError before anything runs. After Ctrl-C it
+        returns what there is, with the finish reason "abort" where a sequence had not ended; a
+        second Ctrl-C is a KeyboardInterrupt.
         """
         batch = [prompts] if isinstance(prompts, (str, dict)) else prompts
         if not isinstance(batch, (list, tuple)):

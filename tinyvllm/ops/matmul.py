@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 TILES = (
     Tile(128, 128, 2, 2, 3, 1.0),
     Tile(64, 64, 2, 2, 4, 0.7),
-    Tile(32, 64, 2, 2, 4, 0.5),
+    Tile(32, 64, 2, 2, 8, 0.5),
     Tile(32, 32, 2, 2, 6, 0.35),
 )
 
@@ -70,7 +70,10 @@ def choose_tile(M: int, N: int, num_sms: int) -> Tile | None:
     Large tiles are faster each, but too few of them leave SMs idle. The estimated time is the
     number of tiles of the busiest SM times a tile's size by its speed; the larger tile wins ties.
     """
-    if M <= FEW_ROWS_MAX:
+    # Measured on an H200: up to 8 rows matmul_few_rows.cu wins for all shapes; from 9 on it holds
+    # half as many loads in flight and wins only where its blocks are all on the SMs at once
+    # (N = 2048, K = 8192 at M = 16: 12.7 against 23.2 us; N = 16384, K = 2048: 30.6 against 20.6).
+    if M <= 8 or (M <= FEW_ROWS_MAX and ceil_div(N, FEW_ROWS_COLS) <= num_sms):
         return None
 
     def time(tile: Tile) -> float:
