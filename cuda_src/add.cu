@@ -5,7 +5,9 @@
 
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256)
-    add_kernel(const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ y, i64 count) {
+    add_kernel(const T* a, const T* b, T* y, i64 count) {
+  start_next();
+  wait_for_previous();
   using Unit = Vec<T, VEC>;
   const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= count / VEC) return;

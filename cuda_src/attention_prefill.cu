@@ -33,6 +33,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kSteps = HEAD_DIM / 16;  // mma steps along HEAD_DIM
   extern __shared__ __align__(128) unsigned char tiles[];  // [2 stages][K, V][kKeys][HEAD_DIM]
 
+  start_next();
+  wait_for_previous();
   const int row = first_row + blockIdx.z, head = blockIdx.y;
   const int token0 = query_start[row], num_queries = query_start[row + 1] - token0;
   const int tile0 = (gridDim.x - 1 - blockIdx.x) * kQueries;

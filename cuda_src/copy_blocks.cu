@@ -13,6 +13,8 @@ constexpr int kVectors = kThreads * kUnroll;  // as in tinyvllm/ops/copy_blocks.
 
 __global__ void __launch_bounds__(kThreads)
     copy_blocks_kernel(const i32* block_copies, uint4* kv_cache, i64 block_vectors) {
+  start_next();
+  wait_for_previous();
   const uint4* src = kv_cache + block_copies[2 * blockIdx.y] * block_vectors;
   uint4* dst = kv_cache + block_copies[2 * blockIdx.y + 1] * block_vectors;
   const i64 first = static_cast<i64>(blockIdx.x) * kVectors + threadIdx.x;

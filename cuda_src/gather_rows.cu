@@ -7,8 +7,10 @@
 
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256)
-    gather_rows_kernel(const T* __restrict__ source, const i32* __restrict__ index,
-                       T* __restrict__ y, i32 K) {
+    gather_rows_kernel(const T* source, const i32* index,
+                       T* y, i32 K) {
+  start_next();
+  wait_for_previous();
   using Unit = Vec<T, VEC>;
   const i64 row = blockIdx.x;
   const Unit* from = reinterpret_cast<const Unit*>(source + static_cast<i64>(index[row]) * K);

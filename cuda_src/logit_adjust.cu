@@ -36,6 +36,8 @@ constexpr int kBadWordWords = 8;
 __global__ void __launch_bounds__(kThreads)
     reset_counts_kernel(const i32* edit_counts, const RowParams* row_edits, i32* token_counts,
                         i32 vocab) {
+  start_next();
+  wait_for_previous();
   const int edit = blockIdx.y;
   if (edit >= edit_counts[0] || row_edits[edit].counted == 0) return;
   i32* counts = token_counts + static_cast<i64>(row_edits[edit].slot) * vocab;
@@ -47,6 +49,8 @@ __global__ void __launch_bounds__(kThreads)
     count_tokens_kernel(const i32* token_ids, const i32* positions, const i32* token_slots,
                         const RowParams* row_params, i32* token_counts, i32* row_history,
                         i32 num_tokens, i32 vocab) {
+  start_next();
+  wait_for_previous();
   const int t = blockIdx.x * kThreads + threadIdx.x;
   if (t >= num_tokens) return;
   const i32 slot = token_slots[t];
@@ -89,15 +93,17 @@ __device__ __forceinline__ bool ends_with(const i32* word, const i32* history, i
 }
 
 __global__ void __launch_bounds__(kThreads)
-    adjust_logits_kernel(const float* __restrict__ logits, const i32* __restrict__ sample_slots,
-                         const i32* __restrict__ sample_positions,
-                         const RowParams* __restrict__ row_params,
-                         const i32* __restrict__ token_counts, const i32* __restrict__ row_history,
-                         const i32* __restrict__ row_bias_tokens,
-                         const float* __restrict__ row_bias_values,
-                         const i32* __restrict__ row_bias_until,
-                         const i32* __restrict__ row_bad_words, float* __restrict__ adjusted,
+    adjust_logits_kernel(const float* logits, const i32* sample_slots,
+                         const i32* sample_positions,
+                         const RowParams* row_params,
+                         const i32* token_counts, const i32* row_history,
+                         const i32* row_bias_tokens,
+                         const float* row_bias_values,
+                         const i32* row_bias_until,
+                         const i32* row_bad_words, float* adjusted,
                          i32 vocab, i32 max_bias, i32 max_bad_words) {
+  start_next();
+  wait_for_previous();
   const i64 s = blockIdx.y, slot = sample_slots[s];
   const i32 begin = blockIdx.x * kChunk, end = min(begin + kChunk, vocab);
   const float* in = logits + s * vocab;

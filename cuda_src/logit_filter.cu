@@ -166,6 +166,8 @@ template <bool ALIGNED>
 __global__ void __launch_bounds__(kThreads)
     filter_logits_kernel(const float* logits, const i32* sample_slots, const RowParams* row_params,
                          float* min_logit, i32 vocab) {
+  start_next();
+  wait_for_previous();
   __shared__ Shared shared;
   const i64 s = blockIdx.x;
   const float* row = logits + s * vocab;

@@ -35,6 +35,8 @@ template <bool ALIGNED>
 __global__ void __launch_bounds__(kThreads)
     logprobs_kernel(const float* logits, const i32* targets, float* target_logprob,
                     i32* target_rank, i32* top_ids, float* top_logprobs, i32 vocab, i32 num_top) {
+  start_next();
+  wait_for_previous();
   __shared__ Candidate best_scratch[kMaxWarps];
   __shared__ float sum_scratch[kMaxWarps];
   __shared__ i32 count_scratch[kMaxWarps];

@@ -33,8 +33,8 @@ __device__ __forceinline__ int2 tile_of_block(int tiles_m, int tiles_n) {
 // Starts copying rows [row0, row0 + ROWS) x columns [k0, k0 + kTileK) of a [num_rows, K] matrix.
 // Rows beyond the matrix repeat its last one (their products are not stored), columns are zero.
 template <typename T, int ROWS, int THREADS>
-__device__ __forceinline__ void load_tile(u32 tile, const T* __restrict__ matrix, int row0,
-                                          int num_rows, i64 stride, int k0, int K) {
+__device__ __forceinline__ void load_tile(u32 tile, const T* matrix, int row0, int num_rows,
+                                          i64 stride, int k0, int K) {
   static_assert(THREADS % kChunks == 0 && ROWS % (THREADS / kChunks) == 0);
   const int chunk = threadIdx.x % kChunks;
   const int k = k0 + chunk * kChunk;
@@ -67,9 +67,10 @@ __device__ __forceinline__ float2 load2(const T* p, bool both, bool paired) {
 
 template <typename T, typename Out, int BM, int BN, int WARPS_M, int WARPS_N, int STAGES, bool SILU>
 __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, 2)
-    matmul_kernel(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
+    matmul_kernel(const T* x, const T* __restrict__ weight, const T* __restrict__ bias,
                   const T* residual, Out* y, int M, int N, int K, int x_stride,
                   int residual_stride, int y_stride) {
+  start_next();
   constexpr int kThreads = WARPS_M * WARPS_N * kWarpSize;
   constexpr int kWarpM = BM / WARPS_M;
   constexpr int kWarpN = BN / WARPS_N;
@@ -90,13 +91,13 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, 2)
   const int warp_col = warp % WARPS_N * kWarpN;
 
   const int num_tiles = ceil_div(K, kTileK);
-  const auto load_stage = [&](int t) {
-    if (t < num_tiles) {
-      const u32 stage = stages + t % STAGES * kStageBytes;
-      load_tile<T, BM, kThreads>(stage, x, row0, M, x_stride, t * kTileK, K);
-      load_tile<T, BN, kThreads>(stage + kWeightOffset, weight, col0, N, K, t * kTileK, K);
-    }
-    cp_async_commit();  // an empty group too, so that the count of groups stays that of tiles
+  const auto load_x = [&](int t) {
+    const u32 stage = stages + t % STAGES * kStageBytes;
+    if (t < num_tiles) load_tile<T, BM, kThreads>(stage, x, row0, M, x_stride, t * kTileK, K);
+  };
+  const auto load_weight = [&](int t) {
+    const u32 stage = stages + t % STAGES * kStageBytes + kWeightOffset;
+    if (t < num_tiles) load_tile<T, BN, kThreads>(stage, weight, col0, N, K, t * kTileK, K);
   };
 
   float sum[kTilesM][2 * kTilesN][4] = {};
@@ -116,15 +117,24 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, 2)
     }
   };
 
+  // The first weights are on their way before the kernel that makes x has ended.
 #pragma unroll
-  for (int t = 0; t < STAGES - 1; t++) load_stage(t);
+  for (int t = 0; t < STAGES - 1; t++) load_weight(t);
+  wait_for_previous();
+#pragma unroll
+  for (int t = 0; t < STAGES - 1; t++) {
+    load_x(t);
+    cp_async_commit();  // the weights are part of the first group
+  }
   for (int t = 0; t < num_tiles; t++) {
     cp_async_wait<STAGES - 2>();
     // Tile t is there for all, and all are done with tile t - 1, whose buffer is filled next.
     __syncthreads();
     const u32 stage = stages + t % STAGES * kStageBytes;
     load_fragments(0, stage, 0);
-    load_stage(t + STAGES - 1);
+    load_x(t + STAGES - 1);
+    load_weight(t + STAGES - 1);
+    cp_async_commit();  // an empty group too, so that the count of groups stays that of tiles
 #pragma unroll
     for (int step = 0; step < kTileK / 16; step++) {
       const int now = step % 2;

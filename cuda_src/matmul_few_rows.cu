@@ -36,9 +36,10 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
 
 template <typename T, typename Out, int ROWS, bool SILU>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
-    matmul_few_rows_kernel(const T* __restrict__ x, const T* __restrict__ weight,
+    matmul_few_rows_kernel(const T* x, const T* __restrict__ weight,
                            const T* __restrict__ bias, const T* residual, Out* y, int M, int N,
                            int K, int x_stride, int residual_stride, int y_stride) {
+  start_next();
   constexpr int kTiles = ROWS / 8;  // n8 fragments
   extern __shared__ __align__(128) u8 queues[];  // [warp][kRing][2][lane] of 16 bytes
   __shared__ float partial[kMaxWarps][ROWS][kPitch];
@@ -78,6 +79,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
   float sum[kTiles][4] = {};
 #pragma unroll
   for (int i = 0; i < kRing; i++) load_weights(first + i, i);
+  wait_for_previous();
   for (int step = first; step < last; step += kRing) {
     uint4 x_part[kRing][kTiles];
 #pragma unroll

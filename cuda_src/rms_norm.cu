@@ -41,8 +41,10 @@ __device__ __forceinline__ void normalise(const Vec<T, VEC> (&row)[ITERS],
 
 template <typename T, int VEC, int ITERS>
 __global__ void __launch_bounds__(1024)
-    rms_norm_kernel(const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ y,
+    rms_norm_kernel(const T* x, const T* __restrict__ weight, T* y,
                     i32 K, float eps) {
+  start_next();
+  wait_for_previous();
   using Unit = Vec<T, VEC>;
   const i64 offset = static_cast<i64>(blockIdx.x) * K;
   Unit row[ITERS] = {}, scale[ITERS] = {};
@@ -59,9 +61,11 @@ __global__ void __launch_bounds__(1024)
 
 template <typename T, int VEC, int ITERS>
 __global__ void __launch_bounds__(1024)
-    add_rms_norm_kernel(const T* __restrict__ x, const T* __restrict__ residual,
-                        const T* __restrict__ weight, T* __restrict__ sum, T* __restrict__ y,
+    add_rms_norm_kernel(const T* x, const T* residual,
+                        const T* __restrict__ weight, T* sum, T* y,
                         i32 K, float eps) {
+  start_next();
+  wait_for_previous();
   using Unit = Vec<T, VEC>;
   const i64 offset = static_cast<i64>(blockIdx.x) * K;
   Unit row[ITERS] = {}, scale[ITERS] = {};

@@ -84,9 +84,11 @@ template <typename T> struct Pairs {
 
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads)
-    rope_kernel(const T* __restrict__ x, const i32* __restrict__ positions,
-                const float* __restrict__ inv_freq, T* __restrict__ y, int x_stride, int y_stride,
+    rope_kernel(const T* x, const i32* positions,
+                const float* __restrict__ inv_freq, T* y, int x_stride, int y_stride,
                 int num_heads, int half_dim) {
+  start_next();
+  wait_for_previous();
   const i64 token = blockIdx.x;
   const Place place(half_dim);
   const Rotation r = rotation(positions[token], inv_freq + place.pair);
@@ -101,11 +103,13 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads)
-    kv_write_kernel(const T* __restrict__ k, const T* __restrict__ v,
-                    const i32* __restrict__ positions, const i32* __restrict__ token_slots,
-                    const i32* __restrict__ block_tables, T* __restrict__ kv_cache, int k_stride,
+    kv_write_kernel(const T* k, const T* v,
+                    const i32* positions, const i32* token_slots,
+                    const i32* block_tables, T* kv_cache, int k_stride,
                     int v_stride, i64 block_stride, int num_kv_heads, int half_dim,
                     int block_shift, int max_blocks) {
+  start_next();
+  wait_for_previous();
   const i64 token = blockIdx.x;
   const int slot = token_slots[token];
   if (slot < 0) return;  // padding
@@ -127,12 +131,14 @@ __global__ void __launch_bounds__(kMaxThreads)
 // and v as it is go to the cache. Of a padding token only q is written.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads)
-    rope_kv_write_kernel(const T* __restrict__ qkv, const i32* __restrict__ positions,
-                         const i32* __restrict__ token_slots, const i32* __restrict__ block_tables,
-                         const float* __restrict__ inv_freq, T* __restrict__ q,
-                         T* __restrict__ kv_cache, int qkv_stride, int q_stride, i64 block_stride,
+    rope_kv_write_kernel(const T* qkv, const i32* positions,
+                         const i32* token_slots, const i32* block_tables,
+                         const float* __restrict__ inv_freq, T* q,
+                         T* kv_cache, int qkv_stride, int q_stride, i64 block_stride,
                          int num_heads, int num_kv_heads, int half_dim, int block_shift,
                          int max_blocks) {
+  start_next();
+  wait_for_previous();
   const i64 token = blockIdx.x;
   const int position = positions[token], slot = token_slots[token];
   const Place place(half_dim);

@@ -18,6 +18,8 @@ __global__ void __launch_bounds__(256)
     apply_edits_kernel(const i32* edit_counts, const RowParams* row_edits, const i32* block_edits,
                        RowParams* row_params, i32* row_position, i32* row_token, i32* block_tables,
                        i32 num_row_edits, i32 num_block_edits, i32 num_slots, i32 table_len) {
+  start_next();
+  wait_for_previous();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < min(edit_counts[0], num_row_edits)) {
     const RowParams edit = row_edits[i];
@@ -41,6 +43,8 @@ __global__ void __launch_bounds__(256)
                        i32* token_ids, i32* positions, i32* token_slots, i32* seq_lens,
                        i32* sample_index, i32* sample_slots, i32* sample_positions, i32 num_tokens,
                        i32 num_rows, i32 num_samples) {
+  start_next();
+  wait_for_previous();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < num_tokens) {
     int row = 0, end = num_rows;  // query_start[row] <= i < query_start[end]
@@ -75,6 +79,8 @@ __global__ void __launch_bounds__(256)
     advance_rows_kernel(const i32* batch_slots, const i32* seq_lens, const i32* sample_slots,
                         const i32* tokens, i32* row_position, i32* row_token, i32 num_rows,
                         i32 num_samples) {
+  start_next();
+  wait_for_previous();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < num_rows && batch_slots[i] >= 0) row_position[batch_slots[i]] = seq_lens[i];
   if (i < num_samples && sample_slots[i] >= 0) row_token[sample_slots[i]] = tokens[i];

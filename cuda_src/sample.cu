@@ -30,6 +30,8 @@ __global__ void __launch_bounds__(kThreads)
     sample_chunk_kernel(const float* logits, const i32* sample_slots, const i32* sample_positions,
                         const RowParams* row_params, const float* min_logit, Candidate* partial,
                         i32 vocab) {
+  start_next();
+  wait_for_previous();
   __shared__ Candidate scratch[kMaxWarps];
   const i64 s = blockIdx.y;
   const i32 slot = sample_slots[s];
@@ -71,6 +73,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kWarpSize)
     sample_merge_kernel(const Candidate* partial, const i32* sample_slots, i32* tokens,
                         i32 num_chunks) {
+  start_next();
+  wait_for_previous();
   const i64 s = blockIdx.x;
   if (sample_slots[s] < 0) {
     if (threadIdx.x == 0) tokens[s] = 0;

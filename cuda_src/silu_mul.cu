@@ -8,8 +8,10 @@
 
 template <typename T, int VEC>
 __global__ void __launch_bounds__(256)
-    silu_mul_kernel(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y, i32 I,
+    silu_mul_kernel(const T* gate, const T* up, T* y, i32 I,
                     i32 gate_stride, i32 up_stride) {
+  start_next();
+  wait_for_previous();
   using Unit = Vec<T, VEC>;
   const i64 row = blockIdx.x;
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * VEC;

@@ -81,3 +81,35 @@ def test_headers_are_all_included_by_something():
     for header in SOURCES.glob("include/*.cuh"):
         users = [p for p, text in texts.items() if f'#include "{header.name}"' in text]
         assert users, f"nothing includes {header.name}"
+
+
+CONSTANTS = {"weight", "bias", "inv_freq"}  # of the model: never written while kernels run
+
+
+def source_of(kernel):
+    """(parameters, body) of a kernel's definition, as text."""
+    text = strip_comments((SOURCES / kernel.file).read_text())
+    match = next(m for m in PATTERN.finditer(text) if m["name"] == kernel.entry)
+    start = text.index("{", match.end())
+    depth, end = 1, start + 1
+    while depth:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+    return match["params"], text[start:end]
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.pdl], ids=lambda k: k.entry)
+def test_kernels_that_start_early_keep_the_rules(kernel):
+    """Of programmatic dependent launch: every thread waits, nothing mutable is __restrict__."""
+    params, body = source_of(kernel)
+    assert body.count("wait_for_previous();") == 1 and body.count("start_next();") == 1
+    before = body[: body.index("wait_for_previous();")]
+    assert "return;" not in before, "a thread leaves before the wait"
+    assert not re.search(r"\bif \(.*\{", before), "the wait might stand in a branch"
+    restricted = set(re.findall(r"__restrict__\s+(\w+)", params))
+    assert restricted <= CONSTANTS
+
+
+def test_every_kernel_of_a_program_may_start_early():
+    """All but those that fill weights or check an installation."""
+    assert {k.entry for k in KERNELS if not k.pdl} == {"random_fill_kernel", "doctor_kernel"}

@@ -16,6 +16,27 @@ constexpr u32 kFullMask = 0xffffffffu;
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Programmatic dependent launch (sm_90 and newer): a kernel may start while the one before it in
+// the stream still runs, and so hide its own start. The rules that make this safe, for every
+// kernel that a program launches:
+//   * it calls wait_for_previous() in every thread, and before that reads nothing but weights and
+//     constants of the model and writes nothing to global memory (buffers are reused, so early
+//     reads see old values and early writes destroy what is still read);
+//   * pointers to anything else are not __restrict__: loads through those may be moved up past the
+//     wait, as loads of memory that never changes.
+// start_next() says that the next kernel may be started once all blocks of this one have said so.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // float <-> storage type T (bfloat16, half or float), rounded to nearest even.
 template <typename T> __device__ __forceinline__ float to_float(T x);
 template <> __device__ __forceinline__ float to_float(float x) { return x; }

@@ -113,7 +113,7 @@ def test_running_costs_one_driver_call(mix, loader, out, stream):
     prepared = loader.prepare(mix.launch((1,), 64, smem=256, **{**ARGS, "out": out, "d": 1}))
     with recording() as recorder:
         prepared.run(stream)
-    assert [c.name for c in recorder.calls] == ["cuLaunchKernel"]
+    assert [c.name for c in recorder.calls] == ["cuLaunchKernelEx"]
     assert recorder.calls[0].args[1:8] == (1, 1, 1, 64, 1, 1, 256)
     stream.synchronize()
 

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from harness import check_cuda, run_cuda, run_numpy
+from harness import check_cuda, outputs_of, run_cuda, run_numpy
 
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
@@ -20,7 +20,7 @@ CONTEXTS = [1, 7, 16, 17, 63, 200, 1000, 4097]
 CHUNKS = [(n, earlier) for n in (1, 7, 17, 64, 65, 300) for earlier in (0, 5, 16, 333)]
 
 
-def attention_program(heads, kv_heads, head_dim, block_size):
+def attention_program(heads, kv_heads, head_dim, block_size, outputs=("y",)):
     p = Program("test")
     i32 = DType.I32
     p.buffer("kv_cache", ("NB", LAYERS, 2, kv_heads, block_size, head_dim), kind=STATE)
@@ -28,20 +28,21 @@ def attention_program(heads, kv_heads, head_dim, block_size):
     for name, dim in (("query_start", "R1"), ("batch_slots", "R"), ("seq_lens", "R")):
         p.buffer(name, (dim,), i32, INPUT)
     q = p.buffer("q", ("T", heads * head_dim), kind=INPUT)
-    p.emit(
-        "attention",
-        "y",
-        q=q,
-        kv_cache="kv_cache",
-        block_tables="block_tables",
-        query_start="query_start",
-        batch_slots="batch_slots",
-        seq_lens="seq_lens",
-        layer=LAYER,
-        group=1,
-        scale=head_dim**-0.5,
-        out_kind=OUTPUT,
-    )
+    for output in outputs:
+        p.emit(
+            "attention",
+            output,
+            q=q,
+            kv_cache="kv_cache",
+            block_tables="block_tables",
+            query_start="query_start",
+            batch_slots="batch_slots",
+            seq_lens="seq_lens",
+            layer=LAYER,
+            group=1,
+            scale=head_dim**-0.5,
+            out_kind=OUTPUT,
+        )
     return p
 
 
@@ -188,11 +189,15 @@ def test_constants_are_those_of_the_kernels():
         return {n: int(v) for n, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
 
     decode, prefill = constants("attention_decode.cu"), constants("attention_prefill.cu")
-    assert decode == {
+    shared = {
         "kThreads": attention.DECODE_THREADS,
         "kMinPartition": attention.MIN_PARTITION,
         "kMaxPartitions": attention.MAX_PARTITIONS,
+        "kHeads": attention.DECODE_HEADS,
+        "kMaxShared": attention.MAX_SHARED,
+        "kRingBytes": attention.RING_BYTES,
     }
+    assert decode.items() >= shared.items()
     assert prefill == {
         "kThreads": attention.PREFILL_THREADS,
         "kQueries": attention.PREFILL_QUERIES,
@@ -211,13 +216,13 @@ def test_partitions_of_every_context_fit_the_scratch():
 @pytest.mark.parametrize(
     ("rows", "context", "splits"),
     [
-        (1, 100, 1),
-        (1, 129, 2),
-        (1, 4096, 32),
-        (1, 131072, 64),
-        (16, 4096, 9),
-        (131, 4096, 2),
-        (132, 4096, 1),
+        (1, 256, 1),
+        (1, 257, 2),
+        (1, 4096, 16),
+        (1, 131072, 49),
+        (16, 4096, 3),
+        (24, 4096, 2),
+        (25, 4096, 1),
         (256, 131072, 1),
     ],
 )
@@ -225,11 +230,10 @@ def test_decode_splits(rows, context, splits):
     assert attention.decode_splits(rows, 8, context, 132) == splits
 
 
-@pytest.mark.parametrize(
-    ("group", "heads"), [(1, 1), (3, 3), (4, 4), (8, 8), (9, 5), (11, 6), (12, 6), (16, 8), (17, 6)]
-)
-def test_a_block_takes_the_whole_group_or_even_parts(group, heads):
-    assert attention.decode_heads(group) == heads
+def test_no_more_contexts_are_shared_than_there_are_counters():
+    for rows in (128, 129, 200):
+        splits = attention.decode_splits(rows, 8, 4096, num_sms=10**4)
+        assert (splits > 1) == (rows * 8 <= attention.MAX_SHARED)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (32, 8), (22, 2), (8, 8)])
@@ -243,10 +247,10 @@ def test_scratch_bounds_all_smaller_steps(heads, kv_heads, context):
         for rows in {1, min(15, limit), min(100, limit), limit}:
             for c in {min(context, 300), context}:
                 a = operands(rows, heads, kv_heads, 64, decode=rows, context=c)
-                launches = op.launches(a, H200)
-                if len(launches) > 1:  # split: the last state's end
-                    names = [n for _, n in attention.MERGE.params]
-                    args = dict(zip(names, launches[1].args, strict=True))
+                (launch,) = op.launches(a, H200)
+                if launch.grid[0] > 1:  # split: the last state's end
+                    names = [n for _, n in attention.DECODE.params]
+                    args = dict(zip(names, launch.args, strict=True))
                     states = rows * heads * args["max_partitions"]
                     assert args["partial_out"] == a.scratch
                     assert args["partial_state"] == a.scratch + states * 64 * 4
@@ -256,12 +260,14 @@ def test_scratch_bounds_all_smaller_steps(heads, kv_heads, context):
 def test_launches_cover_decode_and_prefill_rows():
     op = attention.Attention()
     a = operands(7, 32, 8, 128, decode=4, context=500, queries=130)
-    decode, merge, prefill = op.launches(a, H200)
-    assert decode.grid == (4, 8, 4)
-    assert merge.grid == (32, 4, 1) and merge.block == 128
+    decode, prefill = op.launches(a, H200)
+    assert decode.grid == (2, 8, 4) and decode.smem == 65536
     assert prefill.grid == (3, 32, 3) and prefill.smem == 65536
     assert len(op.launches(operands(3, 8, 8, 64, decode=0, context=50, queries=9), H200)) == 1
-    assert len(op.launches(operands(3, 8, 8, 64, decode=3, context=50), H200)) == 1
+    (decode,) = op.launches(operands(3, 8, 8, 64, decode=3, context=50), H200)
+    assert decode.grid == (1, 8, 3)
+    (decode,) = op.launches(operands(3, 18, 2, 64, decode=3, context=50), H200)
+    assert decode.grid == (1, 4, 3), "a group of 9 makes two head blocks"
     with pytest.raises(InputError, match="head_dim=80"):
         op.launches(operands(1, 8, 8, 80, decode=1, context=50), H200)
 
@@ -305,25 +311,30 @@ def test_decode_of_padding_rows(device, monkeypatch, group, splits):
 @pytest.mark.gpu
 def test_decode_of_the_longest_partitions(device):
     shape = (4, 1, 64, 64)
-    dims, arrays = problem([(1, 8192), (1, 20000), (1, 8191)], *shape)
+    dims, arrays = problem([(1, 16384), (1, 20000), (1, 16383)], *shape)
     program = attention_program(*shape)
     check_cuda(device, program, program, dims, arrays)
 
 
 @pytest.mark.gpu
 def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
-    """To the bit: alone over many blocks, in a batch, and merged inside of one block."""
+    """To the bit: alone over many blocks, in a batch, merged inside of one block; and several times
+    over: blocks that share a context leave their counter as they found it."""
     shape = (8, 2, 64, 16)
     dims, arrays = problem([(1, 4096), (1, 299), (1, 1500)], *shape)
-    program = attention_program(*shape)
+    program = attention_program(*shape, outputs=("y", "again", "and_again"))
     batch = run_cuda(device, program, dims, arrays)["y"]
+    for splits in (1, 2, 3, 16):
+        monkeypatch.setattr(attention, "decode_splits", lambda *_, n=splits: n)
+        got = run_cuda(device, program, dims, arrays)
+        for output in outputs_of(program):
+            np.testing.assert_array_equal(got[output], batch)
+    monkeypatch.undo()
     for r in range(3):
         one = {n: arrays[n][r : r + 1] for n in ("q", "batch_slots", "seq_lens")}
         one["query_start"] = np.array([0, 1], np.int32)
         alone = run_cuda(device, program, dims | {"T": 1, "R": 1, "R1": 2, "D": 1}, arrays | one)
         np.testing.assert_array_equal(alone["y"][0], batch[r])
-    monkeypatch.setattr(attention, "decode_splits", lambda *_: 1)
-    np.testing.assert_array_equal(run_cuda(device, program, dims, arrays)["y"], batch)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.memory.plan import Lifetime
 from tinyvllm.ops.executor import (
     InputLayout,
+    Recent,
     bind,
     described,
     follows,
@@ -130,3 +131,17 @@ def test_inputs_lie_one_after_another_aligned_in_order():
     assert layout.offsets == {"a": 0, "b": 32, "c": 96}
     assert layout.num_bytes == 112
     assert InputLayout.of([], {}) == InputLayout({}, 0)
+
+
+def test_recent_keeps_what_was_used_last_and_drops_the_rest():
+    dropped = []
+    recent = Recent(3, dropped.append)
+    for key in "abc":
+        recent.put(key, key.upper())
+    assert recent.get("a") == "A" and recent.get("d") is None
+    recent.put("d", "D")
+    recent.put("e", "E")
+    assert dropped == ["B", "C"] and len(recent) == 3
+    assert [recent.get(key) for key in "abcde"] == ["A", None, None, "D", "E"]
+    recent.clear()
+    assert sorted(dropped) == ["A", "B", "C", "D", "E"] and len(recent) == 0

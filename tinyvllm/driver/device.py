@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from tinyvllm.driver.calls import CudaError, call, driver_api, succeeds
@@ -11,6 +12,8 @@ from tinyvllm.util import Closing, InputError
 MIN_CUDA = 13000  # as cuDriverGetVersion counts; driver 580 is the first with CUDA 13.0
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
+
+_current = threading.local()  # .context: the one that this thread was given last
 
 NO_BINDINGS = "The package cuda-python is not installed."
 NO_DRIVER = "No NVIDIA driver is installed (libcuda.so.1 was not found)."
@@ -59,8 +62,10 @@ class Device(Closing):
         self.make_current()
 
     def make_current(self) -> None:
-        """Makes the context current in the calling thread; needed once in each thread."""
-        call("cuCtxSetCurrent", self._context)
+        """Makes the context current in the calling thread; costs nothing where it is already."""
+        if getattr(_current, "context", None) is not self._context:
+            call("cuCtxSetCurrent", self._context)
+            _current.context = self._context
 
     def mem_info(self) -> tuple[int, int]:
         """(free, total) bytes of device memory."""

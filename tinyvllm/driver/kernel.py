@@ -41,6 +41,7 @@ class KernelLoader(Closing):
         self.arch = arch_name(device.info.compute_capability)
         self._cache = kernel_cache or KernelCache()
         self._loaded: dict[KernelSpec, LoadedKernel] = {}
+        self._pdl = device.info.compute_capability >= (9, 0)
 
     def load_all(self, specs: Iterable[KernelSpec], jobs: int | None = None) -> None:
         """Compiles in parallel, then loads, every spec that is not loaded yet.
@@ -68,7 +69,7 @@ class KernelLoader(Closing):
             key = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", kernel.function, key, launch.smem)
             kernel.dynamic_smem = launch.smem
-        return PreparedLaunch(launch, kernel)
+        return PreparedLaunch(launch, kernel, launch.spec.kernel.pdl and self._pdl)
 
     def close(self) -> None:
         """Unloads all kernels; launches prepared from them must not run any more."""
@@ -80,7 +81,7 @@ class KernelLoader(Closing):
 class PreparedLaunch:
     """A launch whose arguments are packed: running it costs one driver call."""
 
-    def __init__(self, launch: Launch, kernel: LoadedKernel) -> None:
+    def __init__(self, launch: Launch, kernel: LoadedKernel, pdl: bool = False) -> None:
         self.launch = launch
         count = len(launch.args)
         # The driver takes an array of pointers to the values: both lie in this one block.
@@ -92,15 +93,31 @@ class PreparedLaunch:
             kernel.packer.pack_into(self._block, 8 * count, *launch.args)
         except struct.error as error:
             raise InputError(f"{_describe(launch)}: {_bad_argument(launch, error)}") from None
-        self._head = (kernel.function, *launch.grid, launch.block, 1, 1, launch.smem)
-        self._pointers = pointers
+        self._function, self._pointers = kernel.function, pointers
+        self._config = _launch_config(launch, pdl)
 
     def run(self, stream: Stream) -> None:
         """Launches in `stream`; the driver copies the arguments before it returns."""
+        self._config.hStream = stream.handle
         try:
-            call("cuLaunchKernel", *self._head, stream.handle, self._pointers, 0)
+            call("cuLaunchKernelEx", self._config, self._function, self._pointers, 0)
         except CudaError as error:
             raise error.with_detail(_describe(self.launch)) from None
+
+
+def _launch_config(launch: Launch, pdl: bool) -> Any:
+    cu = driver_api()
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+    config.sharedMemBytes = launch.smem
+    if pdl:
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    return config
 
 
 def _load(spec: KernelSpec, image: bytes, lowered_name: str) -> LoadedKernel:

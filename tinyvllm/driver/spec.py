@@ -27,13 +27,16 @@ class Kernel:
 
     `signature` names the kernel's parameters in order with their types, for example
     "ptr x, ptr y, i32 num_tokens, f32 eps"; a test compares it with the source.
-    `arch` restricts the kernel to one architecture, for example "sm_90a".
+    `arch` restricts the kernel to one architecture, for example "sm_90a". `pdl` says that it
+    keeps the rules of programmatic dependent launch (cuda_src/include/common.cuh), so that it may
+    be started while the kernel before it still runs.
     """
 
     file: str
     entry: str
     signature: str
     arch: str | None = None
+    pdl: bool = False
 
     @cached_property
     def params(self) -> tuple[tuple[str, str], ...]:

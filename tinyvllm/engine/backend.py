@@ -63,6 +63,7 @@ class Backend:
     limits: Mapping[str, int]  # largest sizes of a run
     memory: MemoryPlan
     close: Callable[[], None]
+    enter: Callable[[], None] = lambda: None  # comes before work that a thread gives the device
 
 
 def open_backend(config: EngineConfig, model: LocalModel) -> Backend:
@@ -224,8 +225,8 @@ def _open_cuda(config: EngineConfig, model: LocalModel) -> Backend:
         )
         stack.callback(executor.close)
         name = f"cuda:{index} ({device.info.name})"
-        close = stack.pop_all().close
-        return Backend(executor, name, True, max_model_len, limits, memory, close)
+        close, enter = stack.pop_all().close, device.make_current
+        return Backend(executor, name, True, max_model_len, limits, memory, close, enter)
 
 
 def _load_cuda(

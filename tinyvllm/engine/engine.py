@@ -146,6 +146,7 @@ class LLMEngine:
         are lost: `abort_all` must be called before the next one.
         """
         self._check_open()
+        self.backend.enter()
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
             self._running.append(self._runner.launch(scheduled))
@@ -153,7 +154,9 @@ class LLMEngine:
                 return []
         if not self._running:
             return []
-        return self._take(self._running.popleft())
+        news = self._take(self._running[0])
+        self._running.popleft()
+        return news
 
     def _take(self, running: RunningStep) -> list[RequestOutput]:
         tokens = self._runner.finish(running)
@@ -173,6 +176,7 @@ class LLMEngine:
         """Frees the device. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
+            self.backend.enter()
             self._discard_running()
             self.backend.close()
 

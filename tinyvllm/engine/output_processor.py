@@ -18,7 +18,9 @@ class _Sequence:
     request: Request
     detokenizer: Detokenizer
     num_pushed: int = 0  # output tokens that the detokenizer has
-    reported: tuple[int, int] = (0, 0)  # characters and tokens that the caller of a stream has
+    # What the caller of a stream has: so many characters and tokens, and the end.
+    reported: tuple[int, int] = (0, 0)
+    end_reported: bool = False
 
 
 @dataclass
@@ -96,22 +98,22 @@ class OutputProcessor:
         """What to report after a step that gave a token to the sequences `touched`, of which
         those in `ended` (and perhaps others) have ended.
 
-        A request that streams is reported each time, with the new text of one sequence; any other
-        once, when all its sequences have ended.
+        A request that streams is reported each time, with the new text of one sequence, at its end
+        of all that end with it; any other once, when all its sequences have ended.
         """
         eager = [r for r in touched if r.request_id in self._eager] if self._eager else []
         reports = []
         for request in eager + [r for r in ended if r.request_id not in self._eager]:
             member = self._members.get(request.request_id)
             if member is None:
-                continue  # aborted meanwhile
+                continue  # aborted meanwhile, or reported with another that ended
             group, sequence = member
-            if group.stream:
-                reports.append(self._report(group, [sequence]))
             if group.finished:
-                whole = self.remove(group.request_id)
-                if not group.stream and whole is not None:
-                    reports.append(whole)
+                last = self.remove(group.request_id)
+                assert last is not None
+                reports.append(last)
+            elif group.stream and not sequence.end_reported:
+                reports.append(self._report(group, [sequence]))
         return reports
 
     def _report(self, group: _Group, sequences: list[_Sequence]) -> RequestOutput:
@@ -122,7 +124,7 @@ class OutputProcessor:
             first.prompt,
             group.prompt_token_ids,
             list(first.prompt_logprobs) if scored else None,
-            [_completion(sequence, delta=group.stream) for sequence in sequences],
+            [_completion(s, delta=group.stream) for s in sequences if not s.end_reported],
             group.finished,
         )
 
@@ -142,6 +144,7 @@ def _completion(sequence: _Sequence, delta: bool) -> CompletionOutput:
     request, text = sequence.request, sequence.detokenizer.text
     first_char, first_token = sequence.reported if delta else (0, 0)
     sequence.reported = len(text), len(request.output_token_ids)
+    sequence.end_reported = delta and request.finished
     with_logprobs = request.params.logprobs is not None
     return CompletionOutput(
         index=sequence.index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,10 +64,15 @@ class ModelRunner:
             sampler = max((row.request.sampler for row in step.rows), default=0)
             program = f"{'decode' if decode else 'prefill'}.{SAMPLERS[sampler]}"
             graph = decode and self._graphs
-            tokens = self._executor.run(program, batch.dims, batch.inputs, ("tokens",), graph)
-            logprobs = self._launch_logprobs(step, batch)
-            if not decode:
-                self._score_prompts(step, batch)
+            with ExitStack() as results:  # given back after an error
+                tokens = self._executor.run(program, batch.dims, batch.inputs, ("tokens",), graph)
+                results.callback(tokens.discard)
+                logprobs = self._launch_logprobs(step, batch)
+                if logprobs is not None:
+                    results.callback(logprobs.discard)
+                if not decode:
+                    self._score_prompts(step, batch)
+                results.pop_all()
             return RunningStep(step, tokens, logprobs)
 
     def finish(self, running: RunningStep) -> list[int]:

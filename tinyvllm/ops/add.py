@@ -9,7 +9,7 @@ from tinyvllm.ops.arrays import nbytes, vector_width
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.util import ceil_div
 
-ADD = Kernel("add.cu", "add_kernel", "ptr a, ptr b, ptr y, i64 count")
+ADD = Kernel("add.cu", "add_kernel", "ptr a, ptr b, ptr y, i64 count", pdl=True)
 THREADS = 256
 
 

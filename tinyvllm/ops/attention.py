@@ -19,11 +19,7 @@ DECODE = Kernel(
     "ptr q, ptr kv_cache, ptr block_tables, ptr batch_slots, ptr seq_lens, ptr y, ptr partial_out, "
     "ptr partial_state, f32 scale_log2, i32 q_stride, i32 y_stride, i64 block_stride, "
     "i32 num_kv_heads, i32 group_size, i32 block_shift, i32 max_blocks, i32 max_partitions",
-)
-MERGE = Kernel(
-    "attention_decode.cu",
-    "attention_merge_kernel",
-    "ptr partial_out, ptr partial_state, ptr seq_lens, ptr y, i32 y_stride, i32 max_partitions",
+    pdl=True,
 )
 PREFILL = Kernel(
     "attention_prefill.cu",
@@ -31,16 +27,22 @@ PREFILL = Kernel(
     "ptr q, ptr kv_cache, ptr block_tables, ptr query_start, ptr batch_slots, ptr seq_lens, ptr y, "
     "f32 scale_log2, i32 first_row, i32 q_stride, i32 y_stride, i64 block_stride, "
     "i32 num_kv_heads, i32 group_size, i32 block_shift, i32 max_blocks",
+    pdl=True,
 )
 
 HEAD_DIMS = (64, 128)
 
-# Constants of attention_decode.cu: threads, tokens of the shortest partition, most partitions.
+# Constants of attention_decode.cu: threads, tokens of the shortest partition, most partitions,
+# query heads that share one read of K and V, (row, head block) pairs whose context several blocks
+# may share, bytes of K and V in shared memory for each warp.
 DECODE_THREADS = 128
-MIN_PARTITION = 128
+MIN_PARTITION = 256
 MAX_PARTITIONS = 64
-MAX_HEADS = 8  # query heads that share one read of K and V
-DECODE_BLOCKS_PER_SM = 8  # enough to fill an SM and to even out rows of different lengths
+DECODE_HEADS = 8
+MAX_SHARED = 1024
+RING_BYTES = 16384
+# So many are resident on an SM of 228 KiB, each with 64 KiB of K and V in flight.
+DECODE_BLOCKS_PER_SM = 3
 
 # Constants of attention_prefill.cu: threads, queries and keys of a tile.
 PREFILL_THREADS = 128
@@ -67,19 +69,17 @@ def max_partitions(context: int) -> int:
     return min(MAX_PARTITIONS, ceil_div(context, MIN_PARTITION))
 
 
-def decode_heads(group_size: int) -> int:
-    """Query heads that one block computes: the whole group, or even parts of a large one."""
-    return ceil_div(group_size, ceil_div(group_size, MAX_HEADS))
-
-
 def decode_splits(rows: int, head_blocks: int, context: int, num_sms: int) -> int:
-    """Blocks that share one context; 1: its partitions are merged in the block, without scratch.
+    """Most blocks that share one context (1: without scratch); a short row takes fewer.
 
-    With 8 head blocks, 132 SMs and room for 8 blocks on each: one row of 4096 tokens takes all of
-    its 32 partitions at once, 16 rows take 9 blocks each, 132 rows or more take one each.
+    With 8 head blocks and 132 SMs, 396 blocks are resident: one row of 4096 tokens takes all of its
+    16 partitions at once, 16 rows take 3 blocks each, 25 rows or more one each: then all memory
+    bandwidth is in use already, and more blocks would only wait for their turn.
     """
-    wanted = ceil_div(num_sms * DECODE_BLOCKS_PER_SM, rows * head_blocks)
-    return max(1, min(wanted, max_partitions(context)))
+    pairs = rows * head_blocks
+    if pairs > MAX_SHARED:
+        return 1
+    return max(1, min(num_sms * DECODE_BLOCKS_PER_SM // pairs, max_partitions(context)))
 
 
 class Attention(OpDef):
@@ -128,7 +128,7 @@ class Attention(OpDef):
         num_decode, num_rows = a.dims["D"], a.seq_lens.shape[0]
         launches = []
         if num_decode > 0:
-            launches += self._decode(a, device, num_decode)
+            launches.append(self._decode(a, device, num_decode))
         if num_rows > num_decode:
             heads = a.q.shape[1] // head_dim
             grid = (ceil_div(a.dims["Q"], PREFILL_QUERIES), heads, num_rows - num_decode)
@@ -145,42 +145,31 @@ class Attention(OpDef):
             )
         return launches
 
-    def _decode(self, a: Operands, device: DeviceInfo, rows: int) -> list[Launch]:
+    def _decode(self, a: Operands, device: DeviceInfo, rows: int) -> Launch:
         head_dim, partitions = a.kv_cache.shape[-1], max_partitions(a.dims["C"])
-        heads, head_blocks, heads_per_block = _head_blocks(a)
+        head_blocks = _head_blocks(a)
         splits = decode_splits(rows, head_blocks, a.dims["C"], device.num_sms)
-        partial = {
-            "partial_out": a.scratch,
-            "partial_state": a.scratch + rows * heads * partitions * head_dim * 4,
-            "max_partitions": partitions,
-        }
-        spec = DECODE(a.act, head_dim, heads_per_block)
-        launches = [
-            spec.launch((splits, head_blocks, rows), DECODE_THREADS, **partial, **_common(a))
-        ]
-        if splits > 1:
-            launches.append(
-                MERGE(a.act, head_dim).launch(
-                    (heads, rows),
-                    head_dim,
-                    seq_lens=a.seq_lens.ptr,
-                    y=a.y.ptr,
-                    y_stride=a.y.row_stride,
-                    **partial,
-                )
-            )
-        return launches
+        states = rows * a.q.shape[1] // head_dim * partitions
+        return DECODE(a.act, head_dim).launch(
+            (splits, head_blocks, rows),
+            DECODE_THREADS,
+            smem=DECODE_THREADS // 32 * RING_BYTES,
+            partial_out=a.scratch,
+            partial_state=a.scratch + states * head_dim * 4,
+            max_partitions=partitions,
+            **_common(a),
+        )
 
     def scratch(self, a: Operands, device: DeviceInfo) -> int:
         """States of all partitions of as many rows as are still split over several blocks."""
         partitions = max_partitions(a.dims["C"])
         if partitions == 1:
             return 0
-        heads, head_blocks, _ = _head_blocks(a)
-        # decode_splits is 1 from so many rows on.
-        most_split = ceil_div(device.num_sms * DECODE_BLOCKS_PER_SM, head_blocks) - 1
+        # decode_splits is 1 for more rows.
+        most_split = device.num_sms * DECODE_BLOCKS_PER_SM // (2 * _head_blocks(a))
         rows: int = min(a.seq_lens.shape[0], most_split)
         head_dim: int = a.kv_cache.shape[-1]
+        heads: int = a.q.shape[1] // head_dim
         return rows * heads * partitions * (head_dim + 2) * 4
 
     def cost(self, a: Operands) -> Cost:
@@ -191,12 +180,11 @@ class Attention(OpDef):
         return Cost((kv_values + 2 * tokens * width) * a.act.itemsize, 4 * tokens * context * width)
 
 
-def _head_blocks(a: Operands) -> tuple[int, int, int]:
-    """Query heads, blocks that they make for each row and split, query heads in a block."""
+def _head_blocks(a: Operands) -> int:
+    """Blocks that the query heads make for each row and split."""
     kv_heads, _, head_dim = a.kv_cache.shape[-3:]
-    heads = a.q.shape[1] // head_dim
-    per_block = decode_heads(heads // kv_heads)
-    return heads, kv_heads * ceil_div(heads // kv_heads, per_block), per_block
+    group: int = a.q.shape[1] // head_dim // kv_heads
+    return int(kv_heads) * ceil_div(group, DECODE_HEADS)
 
 
 def kv_address(a: Operands) -> dict[str, int]:

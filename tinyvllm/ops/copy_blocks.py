@@ -11,7 +11,10 @@ from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.util import ceil_div
 
 COPY_BLOCKS = Kernel(
-    "copy_blocks.cu", "copy_blocks_kernel", "ptr block_copies, ptr kv_cache, i64 block_vectors"
+    "copy_blocks.cu",
+    "copy_blocks_kernel",
+    "ptr block_copies, ptr kv_cache, i64 block_vectors",
+    pdl=True,
 )
 # Constants of copy_blocks.cu.
 THREADS = 256

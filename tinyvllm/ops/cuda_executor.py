@@ -21,6 +21,7 @@ from tinyvllm.memory.staging import StagingRing
 from tinyvllm.ops.executor import (
     Dims,
     InputLayout,
+    Recent,
     bind,
     follows,
     plan_program,
@@ -40,19 +41,23 @@ class CudaResult:
     """Outputs on their way to pinned memory; `get` waits for their event alone."""
 
     def __init__(self, executor: CudaExecutor, slot: _OutputSlot, views: dict[str, np.ndarray]):
-        self._executor, self._slot, self._views = executor, slot, views
+        self._executor, self._views = executor, views
+        self._slot: _OutputSlot | None = slot  # None: given back
 
     def discard(self) -> None:
         """Gives the slot back unread; later copies to it come after these in the stream."""
-        self._executor.recycle(self._slot)
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._executor.recycle(slot)
 
     def get(self) -> dict[str, np.ndarray]:
-        """The fetched outputs by name, copied out of the slot; `get` or `discard` comes once."""
+        """The fetched outputs by name, copied out of the slot, which is given back."""
+        assert self._slot is not None, "the outputs were read or discarded before"
         start = time.perf_counter()
         self._slot.event.synchronize()
         self._executor.waited += time.perf_counter() - start
         outputs = {name: view.copy() for name, view in self._views.items()}
-        self._executor.recycle(self._slot)
+        self.discard()
         return outputs
 
 
@@ -133,7 +138,7 @@ class CudaExecutor:
         self._input_region = self._alloc(self._inputs.num_bytes)
         self._staging = StagingRing(NUM_SLOTS, max(self._inputs.num_bytes, 1))
         self._outputs = [_OutputSlot(OUTPUT_SLOT_BYTES) for _ in range(NUM_SLOTS)]
-        self._prepared: dict[tuple[object, ...], _LaunchList | GraphExec] = {}
+        self._prepared = Recent[_LaunchList | GraphExec](MAX_PREPARED, lambda run: run.close())
         self._previous: tuple[Program, Dims] | None = None
         self.waited = 0.0  # seconds that the host has spent waiting for results
 
@@ -159,11 +164,9 @@ class CudaExecutor:
         key = (program, graph, *dims.values())
         ready = self._prepared.get(key)
         if ready is None:
-            while len(self._prepared) >= MAX_PREPARED:
-                self._prepared.pop(next(iter(self._prepared))).close()
             launches = self._prepare(p, dims, self.plans[program], self.arena)
             ready = self._capture(launches) if graph else _LaunchList(launches)
-            self._prepared[key] = ready
+            self._prepared.put(key, ready)
         ready.run(self._stream)
         self._previous = p, dims
         return self._fetch(p, dims, self.plans[program], self.arena, fetch)
@@ -214,8 +217,6 @@ class CudaExecutor:
         for ptr in self._allocations:
             self._pool.free(ptr, self._stream)
         self._allocations.clear()
-        for ready in self._prepared.values():
-            ready.close()
         self._prepared.clear()
 
     def _alloc(self, num_bytes: int) -> int:

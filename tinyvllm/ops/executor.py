@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,17 +28,47 @@ from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType, align_up
 
 Dims = Mapping[str, int]
+Value = TypeVar("Value")
 
 
 class Result(Protocol):
-    """The fetched outputs of one run. Each must be asked for, or discarded, once.
+    """The fetched outputs of one run. Each must be asked for once, or discarded.
 
-    `get` waits for them and for nothing else.
+    `get` waits for them and for nothing else. `discard` after either does nothing.
     """
 
     def get(self) -> dict[str, np.ndarray]: ...
 
     def discard(self) -> None: ...
+
+
+class Recent(Generic[Value]):
+    """Keeps at most `size` values by key, those looked up last; the others go to `drop`."""
+
+    def __init__(self, size: int, drop: Callable[[Value], object] = lambda value: None) -> None:
+        self._size, self._drop = size, drop
+        self._values: dict[object, Value] = {}  # the one not used for longest first
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: object) -> Value | None:
+        """The value kept under `key`, from now on the one used last."""
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._values[key] = value
+        return value
+
+    def put(self, key: object, value: Value) -> None:
+        """Keeps a value under a key that has none."""
+        while len(self._values) >= self._size:
+            self._drop(self._values.pop(next(iter(self._values))))
+        self._values[key] = value
+
+    def clear(self) -> None:
+        """Drops all."""
+        while self._values:
+            self._drop(self._values.popitem()[1])
 
 
 class Executor(Protocol):

@@ -10,7 +10,9 @@ from tinyvllm.ops.arrays import nbytes, vector_width
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.util import DType, align_up
 
-GATHER_ROWS = Kernel("gather_rows.cu", "gather_rows_kernel", "ptr source, ptr index, ptr y, i32 K")
+GATHER_ROWS = Kernel(
+    "gather_rows.cu", "gather_rows_kernel", "ptr source, ptr index, ptr y, i32 K", pdl=True
+)
 MAX_THREADS = 256
 
 

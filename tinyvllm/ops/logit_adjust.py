@@ -17,12 +17,14 @@ RESET_COUNTS = Kernel(
     "logit_adjust.cu",
     "reset_counts_kernel",
     "ptr edit_counts, ptr row_edits, ptr token_counts, i32 vocab",
+    pdl=True,
 )
 COUNT_TOKENS = Kernel(
     "logit_adjust.cu",
     "count_tokens_kernel",
     "ptr token_ids, ptr positions, ptr token_slots, ptr row_params, ptr token_counts, "
     "ptr row_history, i32 num_tokens, i32 vocab",
+    pdl=True,
 )
 ADJUST_LOGITS = Kernel(
     "logit_adjust.cu",
@@ -30,6 +32,7 @@ ADJUST_LOGITS = Kernel(
     "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr token_counts, "
     "ptr row_history, ptr row_bias_tokens, ptr row_bias_values, ptr row_bias_until, "
     "ptr row_bad_words, ptr adjusted, i32 vocab, i32 max_bias, i32 max_bad_words",
+    pdl=True,
 )
 # Constants of logit_adjust.cu.
 THREADS = 256

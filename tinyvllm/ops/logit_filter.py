@@ -16,6 +16,7 @@ FILTER_LOGITS = Kernel(
     "logit_filter.cu",
     "filter_logits_kernel",
     "ptr logits, ptr sample_slots, ptr row_params, ptr min_logit, i32 vocab",
+    pdl=True,
 )
 THREADS = 1024
 

@@ -14,6 +14,7 @@ LOGPROBS = Kernel(
     "logprobs_kernel",
     "ptr logits, ptr targets, ptr target_logprob, ptr target_rank, ptr top_ids, "
     "ptr top_logprobs, i32 vocab, i32 num_top",
+    pdl=True,
 )
 THREADS = 1024
 

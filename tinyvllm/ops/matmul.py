@@ -16,8 +16,8 @@ _SIGNATURE = (
     "ptr x, ptr weight, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
     "i32 x_stride, i32 residual_stride, i32 y_stride"
 )
-MATMUL = Kernel("matmul.cu", "matmul_kernel", _SIGNATURE)
-MATMUL_FEW_ROWS = Kernel("matmul_few_rows.cu", "matmul_few_rows_kernel", _SIGNATURE)
+MATMUL = Kernel("matmul.cu", "matmul_kernel", _SIGNATURE, pdl=True)
+MATMUL_FEW_ROWS = Kernel("matmul_few_rows.cu", "matmul_few_rows_kernel", _SIGNATURE, pdl=True)
 
 # Constants of matmul_few_rows.cu: columns of y in a block, elements of K in a step, steps whose
 # weights a warp has in flight and their bytes, most warps in a block.

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from tinyvllm.memory.plan import Plan
-from tinyvllm.ops.executor import Dims, bind, follows, plan_program, writes_nothing
+from tinyvllm.ops.executor import Dims, Recent, bind, follows, plan_program, writes_nothing
 from tinyvllm.ops.op import OpDef, Operands
 from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, TEMP, Op, Program, concrete
 from tinyvllm.ops.registry import op_def
@@ -78,7 +78,7 @@ class NumpyExecutor:
             for p in self._programs.values()
             for b in p.of_kind(INPUT)
         }
-        self._bound: dict[tuple[object, ...], tuple[_Step, ...]] = {}
+        self._bound = Recent[tuple[_Step, ...]](MAX_BOUND)
         self._previous: dict[str, np.ndarray] = {}  # outputs of the program that ran last
 
     def run(
@@ -139,8 +139,8 @@ class NumpyExecutor:
 
     def _steps(self, p: Program, dims: Dims) -> tuple[_Step, ...]:
         key = (p.name, *sorted(dims.items()))
-        if key in self._bound and not follows(p):
-            return self._bound[key]
+        if (bound := self._bound.get(key)) is not None:
+            return bound
         last: dict[str, int] = {}
         for i, op in enumerate(p.ops):
             for names in p.accesses(op):
@@ -157,9 +157,8 @@ class NumpyExecutor:
             for i, op in enumerate(p.ops)
             if not writes_nothing(p, op, dims)
         )
-        while len(self._bound) >= MAX_BOUND:
-            del self._bound[next(iter(self._bound))]
-        self._bound[key] = steps
+        if not follows(p):  # what it reads lies elsewhere the next time
+            self._bound.put(key, steps)
         return steps
 
     def _primitives(

@@ -9,11 +9,14 @@ from tinyvllm.ops.arrays import nbytes, vector_width
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.util import InputError, align_up, ceil_div
 
-RMS_NORM = Kernel("rms_norm.cu", "rms_norm_kernel", "ptr x, ptr weight, ptr y, i32 K, f32 eps")
+RMS_NORM = Kernel(
+    "rms_norm.cu", "rms_norm_kernel", "ptr x, ptr weight, ptr y, i32 K, f32 eps", pdl=True
+)
 ADD_RMS_NORM = Kernel(
     "rms_norm.cu",
     "add_rms_norm_kernel",
     "ptr x, ptr residual, ptr weight, ptr sum, ptr y, i32 K, f32 eps",
+    pdl=True,
 )
 MAX_THREADS = 1024
 # A row stays in the registers of one block: the longest rows by elements a vector.

@@ -18,6 +18,7 @@ ROPE = Kernel(
     "rope_kernel",
     "ptr x, ptr positions, ptr inv_freq, ptr y, i32 x_stride, i32 y_stride, i32 num_heads, "
     "i32 half_dim",
+    pdl=True,
 )
 KV_WRITE = Kernel(
     "rope.cu",
@@ -25,6 +26,7 @@ KV_WRITE = Kernel(
     "ptr k, ptr v, ptr positions, ptr token_slots, ptr block_tables, ptr kv_cache, i32 k_stride, "
     "i32 v_stride, i64 block_stride, i32 num_kv_heads, i32 half_dim, i32 block_shift, "
     "i32 max_blocks",
+    pdl=True,
 )
 ROPE_KV_WRITE = Kernel(
     "rope.cu",
@@ -32,6 +34,7 @@ ROPE_KV_WRITE = Kernel(
     "ptr qkv, ptr positions, ptr token_slots, ptr block_tables, ptr inv_freq, ptr q, ptr kv_cache, "
     "i32 qkv_stride, i32 q_stride, i64 block_stride, i32 num_heads, i32 num_kv_heads, "
     "i32 half_dim, i32 block_shift, i32 max_blocks",
+    pdl=True,
 )
 
 # Constants of rope.cu: most threads in a block, pairs that one of them turns.

@@ -16,6 +16,7 @@ APPLY_EDITS = Kernel(
     "ptr edit_counts, ptr row_edits, ptr block_edits, ptr row_params, ptr row_position, "
     "ptr row_token, ptr block_tables, i32 num_row_edits, i32 num_block_edits, i32 num_slots, "
     "i32 table_len",
+    pdl=True,
 )
 STEP_INPUTS = Kernel(
     "row_state.cu",
@@ -24,12 +25,14 @@ STEP_INPUTS = Kernel(
     "ptr row_token, ptr token_ids, ptr positions, ptr token_slots, ptr seq_lens, "
     "ptr sample_index, ptr sample_slots, ptr sample_positions, i32 num_tokens, i32 num_rows, "
     "i32 num_samples",
+    pdl=True,
 )
 ADVANCE_ROWS = Kernel(
     "row_state.cu",
     "advance_rows_kernel",
     "ptr batch_slots, ptr seq_lens, ptr sample_slots, ptr tokens, ptr row_position, "
     "ptr row_token, i32 num_rows, i32 num_samples",
+    pdl=True,
 )
 THREADS = 256
 

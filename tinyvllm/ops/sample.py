@@ -15,11 +15,13 @@ SAMPLE_CHUNK = Kernel(
     "sample_chunk_kernel",
     "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr min_logit, "
     "ptr partial, i32 vocab",
+    pdl=True,
 )
 SAMPLE_MERGE = Kernel(
     "sample.cu",
     "sample_merge_kernel",
     "ptr partial, ptr sample_slots, ptr tokens, i32 num_chunks",
+    pdl=True,
 )
 THREADS = 256
 CHUNK = 2048  # logits a block of the first kernel looks at

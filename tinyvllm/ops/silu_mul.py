@@ -13,6 +13,7 @@ SILU_MUL = Kernel(
     "silu_mul.cu",
     "silu_mul_kernel",
     "ptr gate, ptr up, ptr y, i32 I, i32 gate_stride, i32 up_stride",
+    pdl=True,
 )
 THREADS = 256
 
