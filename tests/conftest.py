@@ -1,9 +1,14 @@
 """What tests of several folders share: the GPU, opened once or its tests skipped; golden models."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before NumPy is loaded: its BLAS threads spin while they wait, and on a busy machine with few
+# cores (several tests at once, say) that makes the small products of tests many times slower.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.model import smollm2

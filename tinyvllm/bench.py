@@ -152,6 +152,8 @@ def _decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, f
     Runs until every request has finished. The middle of the measured steps has the context named.
     """
     params = SamplingParams(temperature=0, max_tokens=MEASURED_STEPS, ignore_eos=True)
+    if batch > engine.scheduler.max_num_seqs:
+        raise InputError(f"batch {batch}: at most max_num_seqs={engine.scheduler.max_num_seqs}")
     rng = np.random.default_rng(0)
     for i in range(batch):
         length = max(1, context - MEASURED_STEPS // 2)

@@ -114,7 +114,10 @@ def test_running_costs_one_driver_call(mix, loader, out, stream):
     with recording() as recorder:
         prepared.run(stream)
     assert [c.name for c in recorder.calls] == ["cuLaunchKernelEx"]
-    assert recorder.calls[0].args[1:8] == (1, 1, 1, 64, 1, 1, 256)
+    config = prepared._config
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (1, 1, 1)
+    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (64, 1, 1)
+    assert config.sharedMemBytes == 256
     stream.synchronize()
 
 

@@ -69,7 +69,7 @@ class KernelLoader(Closing):
             key = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", kernel.function, key, launch.smem)
             kernel.dynamic_smem = launch.smem
-        return PreparedLaunch(launch, kernel, launch.spec.kernel.pdl and self._pdl)
+        return PreparedLaunch(launch, kernel, launch.pdl and self._pdl)
 
     def close(self) -> None:
         """Unloads all kernels; launches prepared from them must not run any more."""

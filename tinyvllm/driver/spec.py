@@ -75,17 +75,20 @@ class KernelSpec:
         block: int,
         *,
         smem: int = 0,
+        pdl: bool = True,
         **args: Any,
     ) -> Launch:
         """A launch of this kernel; `args` are its parameters by name, all of them.
 
-        `grid` has one to three dimensions, `block` is threads, `smem` dynamic shared bytes.
+        `grid` has one to three dimensions, `block` is threads, `smem` dynamic shared bytes. `pdl`
+        False has it start only when the kernel before it has ended, though it could start earlier.
         """
         names = [name for _, name in self.kernel.params]
         if len(args) != len(names) or not all(name in args for name in names):
             raise TypeError(f"{self.name} takes {names}, got {sorted(args)}")
         x, y, z = (*grid, 1, 1)[:3]
-        return Launch(self, (x, y, z), block, smem, tuple(args[n] for n in names))
+        values = tuple(args[n] for n in names)
+        return Launch(self, (x, y, z), block, smem, values, pdl and self.kernel.pdl)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Launch:
     block: int
     smem: int
     args: tuple[Any, ...]
+    pdl: bool = False
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def _head_blocks(a: Operands) -> int:
     return int(kv_heads) * ceil_div(group, DECODE_HEADS)
 
 
-def kv_address(a: Operands) -> dict[str, int]:
+def kv_address(a: Operands) -> dict[str, Any]:
     """Kernel arguments by which PagedKv finds K and V of the op's layer and KV group."""
     _, _, _, kv_heads, block_size, head_dim = a.kv_cache.shape
     layer_size = 2 * kv_heads * block_size * head_dim
