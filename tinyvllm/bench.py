@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import os
 import statistics
 import struct
@@ -36,9 +38,11 @@ from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyResult
 from tinyvllm.ops.registry import op_def
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.util import DType, InputError
+from tinyvllm.util import DType, InputError, ceil_div
 
 COPY_BYTES = 2 << 30
+# bf16 products of 8192^3 by cuBLAS on random values, measured on 2026-11-29: what the card can do.
+MATMUL_FLOPS = {"NVIDIA H200": 780e12}
 WARMUP_STEPS = 8
 MEASURED_STEPS = 48
 
@@ -61,29 +65,21 @@ def copy_bandwidth(device: Device) -> float:
     return 2 * COPY_BYTES / statistics.median(times) * 1e3
 
 
-def step_bytes(model: ModelConfig, config: EngineConfig, batch: int, context: int) -> int:
-    """Bytes that a decode step must move, from the ops' own costs: weights once, KV once."""
-    program = lower(
-        step_program(model, "decode", block_size=config.block_size, phase="decode"), "decode"
-    )
-    blocks = -(-context // config.block_size)
-    dims = {
-        "T": batch,
-        "R": batch,
-        "R1": batch + 1,
-        "S": batch,
-        "D": batch,
-        "Q": 0,
-        "C": context,
-        "NB": batch * blocks,
-        "MB": blocks,
-        "SLOTS": batch,
-        "E": 1,
-        "B": 1,
-    }
-    return sum(
-        op_def(op.kind).cost(described(program, op, dims, DType.BF16)).bytes for op in program.ops
-    )
+def step_floor(
+    model: ModelConfig, block_size: int, batch: int, context: int, copy_rate: float, flops: float
+) -> tuple[int, float]:
+    """(bytes, seconds) that a decode step takes at the least, from the ops' own costs.
+
+    Each op must move its bytes (weights once, KV once) at `copy_rate` bytes a second and do its
+    operations at `flops` a second, whichever takes longer.
+    """
+    program = lower(step_program(model, "decode", block_size=block_size, phase="decode"), "decode")
+    dims = dict.fromkeys(("T", "R", "S", "D", "SLOTS", "E", "B"), batch)
+    blocks = ceil_div(context, block_size)
+    dims |= {"R1": batch + 1, "Q": 0, "C": context, "NB": batch * blocks, "MB": blocks}
+    costs = [op_def(op.kind).cost(described(program, op, dims, DType.BF16)) for op in program.ops]
+    seconds = sum(max(cost.bytes / copy_rate, cost.flops / flops) for cost in costs)
+    return sum(cost.bytes for cost in costs), seconds
 
 
 @dataclass(frozen=True)
@@ -101,48 +97,53 @@ class LatencyRow:
 
 
 def bench_latency(
-    config: EngineConfig, batches: list[int], contexts: list[int], as_json: bool
+    config: EngineConfig, batches: list[int], contexts: list[int], *, as_json: bool, host: bool
 ) -> None:
-    """Median time of a decode step, end to end through the engine, for each batch and context."""
+    """Median time of a decode step, end to end through the engine, for each batch and context.
+
+    `host` adds the host's own time in a step, which runs while the device works.
+    """
     if reason := cuda_unavailable():
         raise InputError(f"bench latency needs a GPU: {reason}")
     index = int(config.device.partition(":")[2] or 0)
     with Device(index) as device:
-        name, rate = device.info.name, copy_bandwidth(device)
+        name, copy_rate = device.info.name, copy_bandwidth(device)
+    flops = MATMUL_FLOPS.get(name, math.inf)
     rows = []
     longest = max(contexts) + MEASURED_STEPS
     with LLM(**asdict(replace(config, max_model_len=longest))) as llm:
-        for batch in batches:
-            for context in contexts:
-                seconds, host = _decode_times(llm.engine, batch, context)
-                num_bytes = step_bytes(llm.engine.model.config, config, batch, context)
-                floor = num_bytes / rate
-                rows.append(
-                    LatencyRow(
-                        batch,
-                        context,
-                        seconds * 1e3,
-                        floor * 1e3,
-                        seconds / floor,
-                        num_bytes / seconds / 1e12,
-                        batch / seconds,
-                        host * 1e3,
-                    )
+        for batch, context in itertools.product(batches, contexts):
+            seconds, host_seconds = _decode_times(llm.engine, batch, context)
+            num_bytes, floor = step_floor(
+                llm.engine.model.config, config.block_size, batch, context, copy_rate, flops
+            )
+            rows.append(
+                LatencyRow(
+                    batch,
+                    context,
+                    ms=seconds * 1e3,
+                    floor_ms=floor * 1e3,
+                    ratio=seconds / floor,
+                    tb_per_s=num_bytes / seconds / 1e12,
+                    tokens_per_s=batch / seconds,
+                    host_ms=host_seconds * 1e3,
                 )
+            )
     if as_json:
-        table = [asdict(row) for row in rows]
-        print(json.dumps({"device": name, "copy_tb_per_s": rate / 1e12, "rows": table}))
+        rates = {"copy_tb_per_s": copy_rate / 1e12, "matmul_tflops": flops / 1e12}
+        print(json.dumps({"device": name, **rates, "rows": [asdict(row) for row in rows]}))
         return
-    print(f"{name}: copies at {rate / 1e12:.2f} TB/s")
+    known = f"products at {flops / 1e12:.0f} TFLOP/s" if flops < math.inf else "products not known"
+    print(f"{name}: copies at {copy_rate / 1e12:.2f} TB/s, {known}")
     print(
         f"{'batch':>6} {'context':>8} {'ms/step':>9} {'floor':>8} {'ratio':>6} {'TB/s':>6} "
-        f"{'tokens/s':>9} {'host ms':>8} {'us/row':>7}"
+        f"{'tokens/s':>9}" + (f" {'host ms':>8} {'us/row':>7}" if host else "")
     )
     for r in rows:
+        host_columns = f" {r.host_ms:>8.3f} {r.host_ms / r.batch * 1e3:>7.2f}" if host else ""
         print(
             f"{r.batch:>6} {r.context:>8} {r.ms:>9.3f} {r.floor_ms:>8.3f} {r.ratio:>6.2f} "
-            f"{r.tb_per_s:>6.2f} {r.tokens_per_s:>9.0f} {r.host_ms:>8.3f} "
-            f"{r.host_ms / r.batch * 1e3:>7.2f}"
+            f"{r.tb_per_s:>6.2f} {r.tokens_per_s:>9.0f}{host_columns}"
         )
 
 

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     latency.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="sequences a step")
     latency.add_argument("--context", type=int, nargs="+", default=[256], help="tokens before it")
     latency.add_argument("--json", action="store_true", help="print one JSON object")
+    latency.add_argument("--host", action="store_true", help="show the host's time per step too")
     host = kinds.add_parser("host", help="Python's time for a step, on a device that does nothing")
     host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="sequences")
     startup = kinds.add_parser("startup", help="process start to first token")
@@ -156,7 +157,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
     config = from_args(EngineConfig, args)
     if args.what == "latency":
-        bench.bench_latency(config, args.batch, args.context, args.json)
+        bench.bench_latency(config, args.batch, args.context, as_json=args.json, host=args.host)
     elif args.what == "host":
         bench.bench_host(config, args.batch)
     elif args.what == "startup":

@@ -125,6 +125,6 @@ def test_running_costs_one_driver_call(mix, loader, out, stream):
 def test_refused_launch_names_the_kernel(mix, loader, out, stream):
     launch = mix.launch((1,), 64, smem=256, **{**ARGS, "out": out, "d": 1})
     prepared = loader.prepare(launch)
-    prepared._head = (*prepared._head[:-1], 1 << 20)  # past the check, for the driver to refuse
+    prepared._config.sharedMemBytes = 1 << 20  # past the check, for the driver to refuse
     with pytest.raises(CudaError, match=r"mix<64>, grid \(1, 1, 1\)"):
         prepared.run(stream)

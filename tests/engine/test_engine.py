@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -61,6 +62,14 @@ def run(engine, prompts, params=GREEDY):
         engine.scheduler.check_integrity()
     assert engine.scheduler.blocks.num_used == 0, "blocks are freed at once"
     return [outputs[i] for i in range(len(prompts))]
+
+
+def run_to_end(engine):
+    """Everything that the engine reports until nothing is left to do."""
+    news = []
+    while engine.has_unfinished_requests():
+        news += engine.step()
+    return news
 
 
 def tokens_of(outputs):
@@ -304,6 +313,26 @@ def test_abort_frees_blocks_at_once_and_others_go_on(open_engine, cases):
         news += engine.step()
     assert [(o.request_id, o.outputs[0].token_ids) for o in news] == [("b", wanted)]
     assert engine.step() == []
+
+
+def test_a_sample_whose_id_is_in_use_leaves_nothing_behind(open_engine):
+    engine = open_engine("llama_bias")
+    engine.add_request("a.1", {"prompt_token_ids": [5]}, GREEDY)
+    with pytest.raises(InputError, match=r"'a\.1'.*not finished"):
+        engine.add_request("a", {"prompt_token_ids": [6]}, SamplingParams(n=3))
+    news = []
+    while engine.has_unfinished_requests():
+        news += engine.step()
+    assert [o.request_id for o in news] == ["a.1"]
+
+
+def test_what_goes_in_and_comes_out_can_be_pickled(open_engine):
+    engine = open_engine("llama_bias")
+    params = SamplingParams(n=2, logprobs=2, prompt_logprobs=1, stop=["x"], logit_bias={3: 1.0})
+    sent = pickle.loads(pickle.dumps(("a", {"prompt_token_ids": [5, 6]}, params, engine.config)))
+    engine.add_request(*sent[:3])
+    (output,) = run_to_end(engine)
+    assert sent[3] == engine.config and pickle.loads(pickle.dumps(output)) == output
 
 
 def test_an_id_in_use_is_refused(open_engine):

@@ -112,8 +112,13 @@ class LLMEngine:
     def enqueue(self, request_id: str, requests: list[Request], *, stream: bool = False) -> None:
         """Queues what `make_requests` returned."""
         self._check_open()
-        for request in requests:
-            self.scheduler.add(request)
+        for i, request in enumerate(requests):
+            try:
+                self.scheduler.add(request)
+            except InputError:  # the id of a sample may be taken: then none of them runs
+                for added in requests[:i]:
+                    self.scheduler.abort(added.request_id)
+                raise
         self._outputs.add(request_id, requests, stream)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
