@@ -1,4 +1,4 @@
-"""The engine's options, in one frozen dataclass; the command line is generated from it."""
+"""The engine's options, in one frozen dataclass, and how options are declared and checked."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class EngineConfig:
         for name in ("model", "device"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(f"{name}={getattr(self, name)!r}: must be text")
-        self._check_int("max_num_seqs", 1, 4096)
-        self._check_int("max_num_batched_tokens", 1, 1 << 20)
-        self._check_int("seed", 0, (1 << 63) - 1)
+        check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        check_int("seed", self.seed, 0, (1 << 63) - 1)
         if self.max_model_len is not None:
-            self._check_int("max_model_len", 1, 1 << 24)
+            check_int("max_model_len", self.max_model_len, 1, 1 << 24)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InputError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
@@ -91,15 +91,31 @@ class EngineConfig:
             )
         for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and (name != "async_scheduling" or value is not None):
-                raise InputError(f"{name}={value!r}: must be True or False")
+            if name != "async_scheduling" or value is not None:
+                check_bool(name, value)
         name, _, index = self.device.partition(":")
         if self.device not in ("auto", "cpu", "cuda") and not (name == "cuda" and index.isdigit()):
             raise InputError(f"device={self.device!r}: must be auto, cpu, cuda or cuda:N")
 
-    def _check_int(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InputError(f"{name}={value!r}: must be an integer")
-        if not low <= value <= high:
-            raise InputError(f"{name}={value}: must be from {low} to {high}")
+
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """InputError, with the option's name, unless the value is a number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"{name}={value!r}: must be a number")
+    if not low <= value <= high:  # False for NaN too
+        raise InputError(f"{name}={value}: must be from {low:g} to {high:g}")
+
+
+def check_int(name: str, value: Any, low: int, high: int | None) -> None:
+    """InputError unless the value is an integer from `low` to `high` (None: without limit)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name}={value!r}: must be an integer")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InputError(f"{name}={value}: must be {limit}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """InputError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}={value!r}: must be True or False")

@@ -43,6 +43,7 @@ class RequestOutput:
     """A request with its outputs.
 
     prompt: its text, or None when it was given as token ids.
+    num_cached_tokens: tokens of the prompt whose K and V came from the prefix cache.
     prompt_logprobs: one entry a prompt token, of which the first is None (nothing precedes it);
         None unless asked for.
     """
@@ -53,3 +54,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int = 0

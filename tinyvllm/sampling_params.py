@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinyvllm.config import option
+from tinyvllm.config import check_bool, check_int, check_number, option
 from tinyvllm.util import InputError
 
 MAX_SEED = (1 << 63) - 1
@@ -84,29 +84,29 @@ class SamplingParams:
         self._check_adjustments()
         self._check_end()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED)
 
     def _check_choice_of_tokens(self) -> None:
-        _check_int("n", self.n, 1, None)
-        _check_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        check_int("n", self.n, 1, None)
+        check_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
         if self.n > 1 and self.greedy:
             raise InputError(f"n={self.n}: must be 1 with temperature=0: all would be the same")
-        _check_number("top_p", self.top_p, 0, 1)
+        check_number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise InputError(f"top_p={self.top_p}: must be above 0 and at most 1")
-        _check_int("top_k", self.top_k, -1, (1 << 31) - 1)
-        _check_number("min_p", self.min_p, 0, 1)
+        check_int("top_k", self.top_k, -1, (1 << 31) - 1)
+        check_number("min_p", self.min_p, 0, 1)
 
     def _check_adjustments(self) -> None:
         least = 1 / MAX_REPETITION
-        _check_number("repetition_penalty", self.repetition_penalty, least, MAX_REPETITION)
-        _check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_number("repetition_penalty", self.repetition_penalty, least, MAX_REPETITION)
+        check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise InputError(f"logit_bias={self.logit_bias!r}: must map token ids to numbers")
@@ -115,18 +115,18 @@ class SamplingParams:
                     f"logit_bias has {len(self.logit_bias)} entries: at most {MAX_LOGIT_BIAS}"
                 )
             for token, value in self.logit_bias.items():
-                _check_int("logit_bias: token id", token, 0, None)
-                _check_number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS)
+                check_int("logit_bias: token id", token, 0, None)
+                check_number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS)
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._keep_tuple("bad_words", _texts("bad_words", self.bad_words))
 
     def _check_end(self) -> None:
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_int("max_tokens", self.max_tokens, 1, None)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._keep_tuple("stop", () if stop is None else _texts("stop", stop))
-        _check_bool("detokenize", self.detokenize)
+        check_bool("detokenize", self.detokenize)
         if self.stop and not self.detokenize:
             raise InputError(f"stop={self.stop!r}: needs detokenize=True to see the text")
         if not isinstance(self.stop_token_ids, (list, tuple)):
@@ -134,7 +134,7 @@ class SamplingParams:
                 f"stop_token_ids={self.stop_token_ids!r}: must be a list or tuple of token ids"
             )
         for i, token in enumerate(self.stop_token_ids):
-            _check_int(f"stop_token_ids[{i}]", token, 0, None)
+            check_int(f"stop_token_ids[{i}]", token, 0, None)
         self._keep_tuple("stop_token_ids", self.stop_token_ids)
 
     def _keep_tuple(self, name: str, values: Sequence[Any]) -> None:
@@ -188,26 +188,6 @@ def bad_word_ids(
                 )
         found += forms
     return found
-
-
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputError(f"{name}={value!r}: must be a number")
-    if not low <= value <= high:  # False for NaN too
-        raise InputError(f"{name}={value}: must be from {low:g} to {high:g}")
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{name}={value!r}: must be an integer")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InputError(f"{name}={value}: must be {limit}")
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise InputError(f"{name}={value!r}: must be True or False")
 
 
 def _texts(name: str, values: Any) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Small helpers that every layer uses: integer arithmetic, element types, the input error.
+"""Small helpers that every layer uses: integer arithmetic, texts, element types, the input error.
 
 This module imports nothing else of the package, so that the layers above stay acyclic.
 """
@@ -59,6 +59,12 @@ def format_bytes(num_bytes: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+def short_repr(value: object) -> str:
+    """repr(value) for an error message: at most 80 characters, the rest cut off."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class DType(enum.Enum):

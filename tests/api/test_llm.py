@@ -245,3 +245,10 @@ def test_without_cuda_the_default_device_is_the_cpu(golden, cases):
         expected = "cuda" if cuda_unavailable() is None else "cpu"
         assert llm.engine.backend.device_name.startswith(expected)
         assert llm.generate(ids(prompt), GREEDY)[0].outputs[0].token_ids == want
+
+
+def test_tokens_from_the_prefix_cache_are_reported(llm):
+    prompt = ids([77] * 40)
+    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids

@@ -8,10 +8,10 @@ from harness import pack
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.spec import DeviceInfo
-from tinyvllm.engine.backend import _fill_all, engine_programs, model_dtype, plan_engine
+from tinyvllm.engine.backend import engine_programs, model_dtype, plan_engine
 from tinyvllm.model.config import ModelConfig, RopeConfig
 from tinyvllm.model.presets import PRESETS, DummySource
-from tinyvllm.model.weights import load_numpy, packed_weights, place_weights
+from tinyvllm.model.weights import dummy_launches, load_numpy, packed_weights, place_weights
 from tinyvllm.ops.random_fill import RANDOM_FILL, dummy_values
 from tinyvllm.util import DType, InputError
 
@@ -130,7 +130,7 @@ def test_dummy_weights_made_in_place_are_those_of_the_cpu():
     base = 1 << 20
     arrays, num_bytes = place_weights(packed, DType.BF16, base)
     memory = np.zeros(num_bytes // 2, np.uint16)
-    for launch in _fill_all(source, packed, arrays):
+    for launch in dummy_launches(source, packed, arrays):
         run_fill(launch, memory, base)
     primitive = engine_programs(EngineConfig(model="m"), TINY, primitive=True)[0]
     checkpoint = load_numpy(source, primitive, DType.BF16)

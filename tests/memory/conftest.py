@@ -79,6 +79,10 @@ class FakeDriver:
         ctypes.memmove(dst, src, size)
         return 0
 
+    def cuMemcpyDtoHAsync(self, dst, src, size, stream):  # noqa: N802
+        ctypes.memmove(dst, src, size)
+        return 0
+
     def cuMemcpy2DAsync(self, copy, stream):  # noqa: N802
         for row in range(copy.Height):
             src = copy.srcHost + row * copy.srcPitch

@@ -83,7 +83,7 @@ def test_bind_fills_absent_operands_and_passes_attributes():
     p = Program("t")
     p.buffer("x", ("T", 8), kind=INPUT)
     p.emit("matmul", "y", x="x", weight=p.weight("w", 4, 8))
-    a = bind(p, p.ops[0], {"T": 2}, DType.FP16, lambda name: f"<{name}>", scratch=512)
+    a = bind(p.ops[0], {"T": 2}, DType.FP16, lambda name: f"<{name}>", scratch=512)
     assert (a.x, a.weight, a.bias, a.y) == ("<x>", "<w>", None, "<y>")
     assert (a.act, a.scratch, a.dims) == (DType.FP16, 512, {"T": 2})
     with pytest.raises(AttributeError, match="residual"):

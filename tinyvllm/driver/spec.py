@@ -26,7 +26,7 @@ class Kernel:
     """A `__global__` function (template) of `cuda_src/`.
 
     `signature` names the kernel's parameters in order with their types, for example
-    "ptr x, ptr y, i32 num_tokens, f32 eps"; a test compares it with the source.
+    "ptr x, ptr weight, ptr y, i32 K, f32 eps"; a test compares it with the source.
     `arch` restricts the kernel to one architecture, for example "sm_90a". `pdl` says that it
     keeps the rules of programmatic dependent launch (cuda_src/include/common.cuh), so that it may
     be started while the kernel before it still runs.
@@ -65,7 +65,7 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        """The C++ name expression, for example `rms_norm_kernel<__nv_bfloat16, 8>`."""
+        """The C++ name expression, for example `rms_norm_kernel<__nv_bfloat16, 8, 1>`."""
         args = ", ".join(self.template_args)
         return f"{self.kernel.entry}<{args}>" if args else self.kernel.entry
 
@@ -93,7 +93,10 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: everything but the stream. A "ptr" argument is a device address (int)."""
+    """One kernel launch: everything but the stream. A "ptr" argument is a device address (int).
+
+    `pdl`: where the GPU can, it may start while the kernel before it still runs.
+    """
 
     spec: KernelSpec
     grid: tuple[int, int, int]

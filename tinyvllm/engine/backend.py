@@ -14,7 +14,7 @@ import numpy as np
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.driver.kernel import KernelLoader
-from tinyvllm.driver.spec import DeviceInfo, Launch
+from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.budget import MemoryPlan, plan_memory
@@ -33,17 +33,16 @@ from tinyvllm.model.presets import DummySource
 from tinyvllm.model.weights import (
     check_weights,
     copy_jobs,
+    dummy_launches,
     load_numpy,
     packed_weights,
-    parts_of,
     place_weights,
 )
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.executor import Executor, InputLayout, follows, plan_program
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyExecutor
-from tinyvllm.ops.program import INPUT, STATE, Program, Weight, concrete
-from tinyvllm.ops.random_fill import fill_launches
+from tinyvllm.ops.program import INPUT, STATE, Program, concrete
 from tinyvllm.progress import Progress
 from tinyvllm.sampling_params import SAMPLERS
 from tinyvllm.util import DType, InputError, align_up, ceil_div, format_bytes, logger
@@ -91,7 +90,10 @@ def model_dtype(config: EngineConfig, model: ModelConfig) -> DType:
 
 
 def engine_programs(config: EngineConfig, model: ModelConfig, primitive: bool) -> list[Program]:
-    """The programs of an engine: steps by phase and sampler, edits alone, two kinds of scoring."""
+    """The programs of an engine: steps by phase and sampler, edits alone, two kinds of scoring.
+
+    `primitive`: the steps as the model emits them; else lowered for the CUDA kernels.
+    """
     programs = []
     for sampler in SAMPLERS:
         for phase in ("prefill", "decode"):
@@ -212,7 +214,7 @@ def _open_cuda(config: EngineConfig, model: LocalModel) -> Backend:
         stream = stack.enter_context(Stream())
         pool = stack.enter_context(DevicePool(device, memory.budget, config.release_threshold))
         loader = stack.enter_context(KernelLoader(device))
-        weights = _load_cuda(config, model, programs, act, device, pool, loader, stream)
+        weights = _load_cuda(config, model, programs, act, pool, loader, stream)
         executor = CudaExecutor(
             programs,
             weights,
@@ -234,7 +236,6 @@ def _load_cuda(
     model: LocalModel,
     programs: list[Program],
     act: DType,
-    device: Device,
     pool: DevicePool,
     loader: KernelLoader,
     stream: Stream,
@@ -249,7 +250,7 @@ def _load_cuda(
             source, step_program(model.config, "check", block_size=config.block_size), model.where
         )
         if isinstance(source, DummySource):
-            for launch in _fill_all(source, packed, arrays):
+            for launch in dummy_launches(source, packed, arrays):
                 loader.prepare(launch).run(stream)
             stream.synchronize()
             return arrays
@@ -277,30 +278,3 @@ def _counted(jobs: Iterable[CopyJob], bar: Progress) -> Iterator[CopyJob]:
     for job in jobs:
         yield job
         bar.update(job.num_bytes)
-
-
-def _fill_all(
-    source: DummySource, packed: dict[str, Weight], arrays: dict[str, DeviceArray]
-) -> list[Launch]:
-    """Launches that make dummy weights in place."""
-    launches = []
-    for name, weight in packed.items():
-        shapes = [source.shape(part) for part in weight.parts]
-        array = arrays[name]
-        places = parts_of(weight, array, [s[0] for s in shapes])
-        for i, (part, shape, place) in enumerate(zip(weight.parts, shapes, places, strict=True)):
-            key, base, scale = source.rule(part)
-            interleaved = weight.interleave > 0
-            launches += fill_launches(
-                array.ptr if interleaved else place.ptr,
-                array.dtype,
-                key=key,
-                base=base,
-                scale=scale,
-                num_rows=shape[0],
-                row_len=prod(shape[1:]),
-                group=weight.interleave,
-                num_parts=len(shapes) if interleaved else 1,
-                part=i if interleaved else 0,
-            )
-    return launches

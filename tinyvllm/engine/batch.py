@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 
 from tinyvllm.engine.request import Request
-from tinyvllm.engine.scheduler import ScheduledRow, ScheduledStep
-from tinyvllm.model.llama import BLOCK_EDIT_WORDS
+from tinyvllm.engine.step import ScheduledRow, ScheduledStep
 from tinyvllm.ops.row_params import as_words, new_row_params
+from tinyvllm.ops.row_state import BLOCK_EDIT_WORDS
 from tinyvllm.sampling_params import MAX_LOGPROBS
 from tinyvllm.util import align_up, ceil_div
 

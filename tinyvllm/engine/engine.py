@@ -21,7 +21,7 @@ from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams, bad_word_ids
-from tinyvllm.util import InputError
+from tinyvllm.util import InputError, short_repr
 
 
 class LLMEngine:
@@ -202,8 +202,7 @@ class LLMEngine:
                 ids = ids.tolist()
             if isinstance(ids, (list, tuple)):
                 return None, list(ids)
-        shown = repr(prompt)
         raise InputError(
             f"request {request_id!r}: a prompt is text or {{'prompt_token_ids': [ids]}}, "
-            f"not {shown if len(shown) <= 80 else shown[:77] + '...'}"
+            f"not {short_repr(prompt)}"
         )

@@ -14,7 +14,6 @@ from tinyvllm.outputs import CompletionOutput, RequestOutput
 class _Sequence:
     """One of a request's n sequences and its text."""
 
-    index: int
     request: Request
     detokenizer: Detokenizer
     num_pushed: int = 0  # output tokens that the detokenizer has
@@ -53,9 +52,9 @@ class OutputProcessor:
     def add(self, request_id: str, requests: list[Request], stream: bool) -> None:
         """Begins a request that consists of these sequences."""
         group = _Group(request_id, list(requests[0].prompt_token_ids), stream)
-        for index, request in enumerate(requests):
+        for request in requests:
             text = Detokenizer(self._tokenizer, request.prompt_token_ids, request.params)
-            sequence = _Sequence(index, request, text)
+            sequence = _Sequence(request, text)
             group.sequences.append(sequence)
             self._members[request.request_id] = group, sequence
             if stream or request.params.stop:
@@ -126,6 +125,7 @@ class OutputProcessor:
             list(first.prompt_logprobs) if scored else None,
             [_completion(s, delta=group.stream) for s in sequences if not s.end_reported],
             group.finished,
+            first.num_cached_tokens,
         )
 
 
@@ -147,7 +147,7 @@ def _completion(sequence: _Sequence, delta: bool) -> CompletionOutput:
     sequence.end_reported = delta and request.finished
     with_logprobs = request.params.logprobs is not None
     return CompletionOutput(
-        index=sequence.index,
+        index=request.index,
         text=text[first_char:],
         token_ids=request.output_token_ids[first_token:],
         cumulative_logprob=request.cumulative_logprob if with_logprobs else None,

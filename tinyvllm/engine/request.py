@@ -28,7 +28,8 @@ class Request:
         the blocks of the prompt while the parent runs.
     index: which of the samples of one prompt this is.
 
-    The scheduler alone writes the fields below `status`; the engine appends log-probabilities.
+    The scheduler alone writes the output tokens, `parent` and the fields from `status` on; the
+    engine sets `row_lists` and appends log-probabilities.
     """
 
     __slots__ = (
@@ -82,7 +83,7 @@ class Request:
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.sampler = SAMPLERS.index(params.sampler)
+        self.sampler = SAMPLERS.index(params.sampler)  # of a step's rows the largest counts
         self.row_lists: RowLists = {}  # of the row's states, for the "adjust" sampler
         eos = () if params.ignore_eos else eos_token_ids
         # Every token that ends the request with reason "stop".

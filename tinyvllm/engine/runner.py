@@ -94,7 +94,7 @@ class ModelRunner:
 
     def _launch_logprobs(self, step: ScheduledStep, batch: Batch) -> Result | None:
         """Log-probabilities of the tokens that the step samples, if any row wants them."""
-        counts = [row.request.params.logprobs for row in step.rows if row.samples]
+        counts = [row.request.params.logprobs for row in step.sampling_rows]
         wanted = [count for count in counts if count is not None]
         if not wanted:
             return None

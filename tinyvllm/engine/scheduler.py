@@ -13,8 +13,6 @@ from tinyvllm.engine.step import ScheduledRow, ScheduledStep
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.util import InputError
 
-__all__ = ["ScheduledRow", "ScheduledStep", "Scheduler"]
-
 
 class Scheduler:
     """Continuous batching within a budget of tokens a step.

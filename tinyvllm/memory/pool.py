@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.driver.device import Device, Stream
-from tinyvllm.driver.memory import MemPool
+from tinyvllm.driver.memory import MemPool, PoolUsage
 from tinyvllm.util import Closing, align_up, format_bytes
 
 GRANULARITY = 32 << 20  # bytes; the driver grows a pool in pieces of this size
@@ -18,13 +18,9 @@ class OutOfMemoryError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class PoolStats:
-    """Bytes of the pool: reserved from the driver and used, now and at most, and its limits."""
+class PoolStats(PoolUsage):
+    """What the pool holds and has handed out, and its limits, in bytes."""
 
-    reserved: int
-    reserved_high: int
-    used: int
-    used_high: int
     budget: int
     threshold: int
 
@@ -97,15 +93,8 @@ class DevicePool(Closing):
         self._pool.trim_to(0)
 
     def stats(self) -> PoolStats:
-        usage = self._pool.usage()
-        return PoolStats(
-            usage.reserved,
-            usage.reserved_high,
-            usage.used,
-            usage.used_high,
-            self.budget,
-            self.threshold,
-        )
+        usage = asdict(self._pool.usage())
+        return PoolStats(**usage, budget=self.budget, threshold=self.threshold)
 
     def close(self) -> None:
         """Waits for the device and returns all memory, also what was not freed."""

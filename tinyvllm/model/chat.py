@@ -17,7 +17,7 @@ from typing import Any
 
 from tinyvllm.model.config import read_json
 from tinyvllm.model.gguf_file import GgufFile
-from tinyvllm.util import InputError
+from tinyvllm.util import InputError, short_repr
 
 TIME_LIMIT_S = 5.0
 _DEFAULT, _TOOL_USE = "default", "tool_use"
@@ -139,22 +139,26 @@ class ChatTemplate:
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages with the texts of content parts joined; InputError names index and value."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise InputError(f"messages={_short(messages)}: must be a list with at least one message")
+        raise InputError(
+            f"messages={short_repr(messages)}: must be a list with at least one message"
+        )
     return [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
 def _check_message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InputError(f"{name}={_short(message)}: must be a dict with role and content")
+        raise InputError(f"{name}={short_repr(message)}: must be a dict with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise InputError(f"{name}: role={_short(role)}: must be a text like 'user'")
+        raise InputError(f"{name}: role={short_repr(role)}: must be a text like 'user'")
     if isinstance(content, (list, tuple)):
         parts = enumerate(content)
         content = "\n".join(_part_text(f"{name}: content[{i}]", part) for i, part in parts)
     # An assistant's message may consist of tool calls alone.
     elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise InputError(f"{name}: content={_short(content)}: must be a text or a list of parts")
+        raise InputError(
+            f"{name}: content={short_repr(content)}: must be a text or a list of parts"
+        )
     return {**message, "content": content}
 
 
@@ -163,12 +167,7 @@ def _part_text(name: str, part: Any) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-    raise InputError(f'{name}={_short(part)}: must be {{"type": "text", "text": ...}}')
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise InputError(f'{name}={short_repr(part)}: must be {{"type": "text", "text": ...}}')
 
 
 def _read_text(path: Path) -> str:
@@ -196,7 +195,7 @@ def _named_templates(value: Any, where: str) -> dict[str, str]:
         pair = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, "")
         name, template = pair
         if not isinstance(name, str) or not isinstance(template, str):
-            raise InputError(f'{where}[{i}]={_short(entry)}: must be {{"name", "template"}}')
+            raise InputError(f'{where}[{i}]={short_repr(entry)}: must be {{"name", "template"}}')
         templates[name] = template
     return templates
 

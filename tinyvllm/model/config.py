@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.util import DType, InputError
+from tinyvllm.ops.attention import HEAD_DIMS  # those that kernels exist for
+from tinyvllm.util import DType, InputError, short_repr
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3")
-HEAD_DIMS = (64, 128)
 _DTYPES = {d.value: d for d in (DType.BF16, DType.FP16, DType.F32)}
 _MAX_JSON_BYTES = 16 << 20
 
@@ -186,10 +186,7 @@ class _Keys:
     def error(self, key: str, limit: str) -> InputError:
         if key not in self.values:
             return InputError(f"{self.source}: {key} is missing: {limit}")
-        text = repr(self.values[key])
-        if len(text) > 80:
-            text = text[:77] + "..."
-        return InputError(f"{self.source}: {key}={text}: {limit}")
+        return InputError(f"{self.source}: {key}={short_repr(self.values[key])}: {limit}")
 
     def integer(
         self, key: str, low: int, high: int, default: int | None = None, multiple: int = 1

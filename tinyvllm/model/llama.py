@@ -7,13 +7,13 @@ from typing import Any
 
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.ops.logit_adjust import BAD_WORD_WORDS, HISTORY
-from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Program
+from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, TEMP, Program
 from tinyvllm.ops.row_params import ROW_WORDS
+from tinyvllm.ops.row_state import BLOCK_EDIT_WORDS
 from tinyvllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, SAMPLERS
 from tinyvllm.util import DType
 
-BLOCK_EDIT_WORDS = 4  # group, slot, index, block
-_LISTS = ("row_bias_tokens", "row_bias_values", "row_bias_until", "row_bad_words")
+_LISTS = "row_bias_tokens row_bias_values row_bias_until row_bad_words"
 
 
 def step_program(
@@ -42,18 +42,13 @@ def step_program(
         _count_tokens(p, config, phase)
     for layer in range(config.num_hidden_layers):
         last = layer == config.num_hidden_layers - 1
-        x = _decoder_layer(p, config, layer, x, OUTPUT if last else "temp")
+        x = _decoder_layer(p, config, layer, x, OUTPUT if last else TEMP)
     x = p.emit("select_rows", "sampled_x", x=x, index="sample_index")
     logits = _head(p, config, x, "logits", OUTPUT)
     _sample(p, logits, sampler)
     p.emit(
         "advance_rows",
-        batch_slots="batch_slots",
-        seq_lens="seq_lens",
-        sample_slots="sample_slots",
-        tokens="tokens",
-        row_position="row_position",
-        row_token="row_token",
+        **_same("batch_slots seq_lens sample_slots tokens row_position row_token"),
     )
     return p
 
@@ -85,7 +80,7 @@ def score_program(config: ModelConfig, name: str) -> Program:
     p.buffer("score_index", ("N",), DType.I32, INPUT)
     p.buffer("score_targets", ("N",), DType.I32, INPUT)
     x = p.emit("select_rows", "scored_x", x="hidden", index="score_index")
-    _head(p, config, x, "score_logits", "temp")
+    _head(p, config, x, "score_logits", TEMP)
     _logprobs(p, "N", "score_logits", "score_targets")
     return p
 
@@ -109,13 +104,7 @@ def _apply_edits(p: Program) -> None:
     p.buffer("block_edits", ("B", BLOCK_EDIT_WORDS), DType.I32, INPUT)
     p.emit(
         "apply_edits",
-        edit_counts="edit_counts",
-        row_edits="row_edits",
-        block_edits="block_edits",
-        row_params="row_params",
-        row_position="row_position",
-        row_token="row_token",
-        block_tables="block_tables",
+        **_same("edit_counts row_edits block_edits row_params row_position row_token block_tables"),
     )
 
 
@@ -142,19 +131,11 @@ def _step_inputs(p: Program, c: ModelConfig, phase: str) -> str:
         p.buffer(name, (size,), DType.I32)
     p.emit(
         "step_inputs",
-        batch_slots="batch_slots",
-        query_start="query_start",
-        prompt_ids="prompt_ids",
-        sample_rows="sample_rows",
-        row_position="row_position",
-        row_token="row_token",
-        token_ids="token_ids",
-        positions="positions",
-        token_slots="token_slots",
-        seq_lens="seq_lens",
-        sample_index="sample_index",
-        sample_slots="sample_slots",
-        sample_positions="sample_positions",
+        **_same(
+            "batch_slots query_start prompt_ids sample_rows row_position row_token "
+            "token_ids positions token_slots seq_lens sample_index sample_slots "
+            "sample_positions"
+        ),
     )
     embedding = p.weight("model.embed_tokens.weight", c.vocab_size, c.hidden_size, split_axis=0)
     return p.emit("embedding", "x", token_ids="token_ids", weight=embedding)
@@ -165,37 +146,24 @@ def _count_tokens(p: Program, c: ModelConfig, phase: str) -> None:
     p.buffer("token_counts", ("SLOTS", c.vocab_size), DType.I32, STATE)
     p.buffer("row_history", ("SLOTS", HISTORY), DType.I32, STATE)
     if phase == "prefill":
-        p.emit(
-            "reset_counts",
-            edit_counts="edit_counts",
-            row_edits="row_edits",
-            token_counts="token_counts",
-        )
+        p.emit("reset_counts", **_same("edit_counts row_edits token_counts"))
     p.emit(
         "count_tokens",
-        token_ids="token_ids",
-        positions="positions",
-        token_slots="token_slots",
-        row_params="row_params",
-        token_counts="token_counts",
-        row_history="row_history",
+        **_same("token_ids positions token_slots row_params token_counts row_history"),
     )
 
 
-def _sample(p: Program, logits: str, sampler: str) -> str:
+def _sample(p: Program, logits: str, sampler: str) -> None:
     """The next token of each sampled row; `logits` stay as they are."""
-    rows: dict[str, Any] = {"sample_slots": "sample_slots", "row_params": "row_params"}
-    at: dict[str, Any] = {"sample_positions": "sample_positions"}
+    rows, at = _same("sample_slots row_params"), _same("sample_positions")
     if sampler == "adjust":
         _declare_lists(p)
-        states: dict[str, Any] = {n: n for n in ("token_counts", "row_history", *_LISTS)}
+        states = _same(f"token_counts row_history {_LISTS}")
         logits = p.emit("adjust_logits", "adjusted", logits=logits, **rows, **at, **states)
     min_logit = None
     if sampler != "plain":
         min_logit = p.emit("filter_logits", "min_logit", logits=logits, **rows)
-    return p.emit(
-        "sample", "tokens", logits=logits, **rows, **at, min_logit=min_logit, out_kind=OUTPUT
-    )
+    p.emit("sample", "tokens", logits=logits, **rows, **at, min_logit=min_logit, out_kind=OUTPUT)
 
 
 def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str) -> str:
@@ -226,10 +194,7 @@ def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str
         "kv_write",
         k=k,
         v=v,
-        positions="positions",
-        token_slots="token_slots",
-        block_tables="block_tables",
-        kv_cache="kv_cache",
+        **_same("positions token_slots block_tables kv_cache"),
         layer=layer,
         group=0,
     )
@@ -237,11 +202,7 @@ def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str
         "attention",
         f"{at}attention",
         q=q,
-        kv_cache="kv_cache",
-        block_tables="block_tables",
-        query_start="query_start",
-        batch_slots="batch_slots",
-        seq_lens="seq_lens",
+        **_same("kv_cache block_tables query_start batch_slots seq_lens"),
         layer=layer,
         group=0,
         scale=1 / math.sqrt(c.head_dim),
@@ -268,7 +229,7 @@ def _head(p: Program, c: ModelConfig, x: str, out: str, out_kind: str) -> str:
 
 
 def _logprobs(p: Program, rows: str, logits: str, targets: str) -> None:
-    """Log-probability and rank of the targets, and the P most likely tokens."""
+    """Log-probability and rank of the targets, and the P most likely tokens of each row."""
     p.buffer("target_logprob", (rows,), DType.F32, OUTPUT)
     p.buffer("target_rank", (rows,), DType.I32, OUTPUT)
     p.buffer("top_ids", (rows, "P"), DType.I32, OUTPUT)
@@ -277,8 +238,10 @@ def _logprobs(p: Program, rows: str, logits: str, targets: str) -> None:
         "logprobs",
         logits=logits,
         targets=targets,
-        target_logprob="target_logprob",
-        target_rank="target_rank",
-        top_ids="top_ids",
-        top_logprobs="top_logprobs",
+        **_same("target_logprob target_rank top_ids top_logprobs"),
     )
+
+
+def _same(names: str) -> dict[str, Any]:
+    """Operands that have the names of their buffers; `names` stand apart by spaces."""
+    return {name: name for name in names.split()}

@@ -10,6 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from tinyvllm.driver.cache import default_directory
 from tinyvllm.model.gguf_file import import_gguf
 from tinyvllm.util import InputError, logger
 
@@ -25,11 +26,11 @@ _COPY_BYTES = 1 << 20
 
 
 def cache_dir() -> Path:
-    """Where downloads are kept: TINYVLLM_CACHE_DIR, else tinyvllm in the user's cache directory."""
-    if own := os.environ.get("TINYVLLM_CACHE_DIR"):
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tinyvllm"
+    """Where downloads are kept, beside the kernels; InputError without a home directory."""
+    directory = default_directory()
+    if directory is None:
+        raise InputError("there is no home directory: set TINYVLLM_CACHE_DIR")
+    return directory
 
 
 def cached_gguf() -> Path | None:

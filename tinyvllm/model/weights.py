@@ -1,4 +1,4 @@
-"""Weights from a checkpoint to where the executors want them: checked, packed, converted."""
+"""Weights, of a checkpoint or random, to where executors want them: checked, packed, converted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from math import prod
 
 import numpy as np
 
+from tinyvllm.driver.spec import Launch
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.plan import ALIGNMENT
 from tinyvllm.memory.upload import SLOT_BYTES, CopyJob
+from tinyvllm.model.presets import DummySource
 from tinyvllm.model.source import TensorSource
 from tinyvllm.ops.program import Program, Weight
+from tinyvllm.ops.random_fill import fill_launches
 from tinyvllm.progress import Progress
-from tinyvllm.util import DType, InputError, align_up, ceil_div
+from tinyvllm.util import DType, InputError, align_up
 
 # Tensors that checkpoints carry and no program reads: RoPE is computed from the configuration.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -109,10 +112,37 @@ def copy_jobs(
                 yield CopyJob(
                     functools.partial(_fill, source, part, array.dtype, first * row_size),
                     count * row_size * array.dtype.itemsize,
-                    place.ptr + ceil_div(first, unit) * pitch,
+                    place.ptr + first // unit * pitch,
                     unit_bytes,
                     pitch,
                 )
+
+
+def dummy_launches(
+    source: DummySource, packed: dict[str, Weight], arrays: dict[str, DeviceArray]
+) -> list[Launch]:
+    """Launches that make dummy weights in place."""
+    launches = []
+    for name, weight in packed.items():
+        shapes = [source.shape(part) for part in weight.parts]
+        array = arrays[name]
+        places = parts_of(weight, array, [s[0] for s in shapes])
+        for i, (part, shape, place) in enumerate(zip(weight.parts, shapes, places, strict=True)):
+            key, base, scale = source.rule(part)
+            interleaved = weight.interleave > 0
+            launches += fill_launches(
+                array.ptr if interleaved else place.ptr,
+                array.dtype,
+                key=key,
+                base=base,
+                scale=scale,
+                num_rows=shape[0],
+                row_len=prod(shape[1:]),
+                group=weight.interleave,
+                num_parts=len(shapes) if interleaved else 1,
+                part=i if interleaved else 0,
+            )
+    return launches
 
 
 def _fill(source: TensorSource, name: str, dtype: DType, start: int, out: np.ndarray) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from math import prod
 
 import numpy as np
 
 from tinyvllm.driver.calls import phase
-from tinyvllm.driver.device import Event, Stream
+from tinyvllm.driver.device import Stream
 from tinyvllm.driver.graph import GraphExec, capture
 from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
-from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host, memset
+from tinyvllm.driver.memory import copy_to_device, copy_to_host, memset
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.memory.array import DeviceArray
+from tinyvllm.memory.output_ring import OutputRing, PendingOutputs
 from tinyvllm.memory.plan import Plan
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.memory.staging import StagingRing
@@ -30,47 +30,11 @@ from tinyvllm.ops.executor import (
 )
 from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Program, concrete
 from tinyvllm.ops.registry import op_def
-from tinyvllm.util import DType, align_up
+from tinyvllm.util import DType
 
 MAX_PREPARED = 128  # runs kept ready, as packed launches or as a graph: decode repeats its sizes
 NUM_SLOTS = 8  # runs whose inputs and outputs may be on their way at once
 OUTPUT_SLOT_BYTES = 1 << 20  # token ids and log-probabilities; larger fetches get their own
-
-
-class CudaResult:
-    """Outputs on their way to pinned memory; `get` waits for their event alone."""
-
-    def __init__(self, executor: CudaExecutor, slot: _OutputSlot, views: dict[str, np.ndarray]):
-        self._executor, self._views = executor, views
-        self._slot: _OutputSlot | None = slot  # None: given back
-
-    def discard(self) -> None:
-        """Gives the slot back unread; later copies to it come after these in the stream."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self._executor.recycle(slot)
-
-    def get(self) -> dict[str, np.ndarray]:
-        """The fetched outputs by name, copied out of the slot, which is given back."""
-        assert self._slot is not None, "the outputs were read or discarded before"
-        start = time.perf_counter()
-        self._slot.event.synchronize()
-        self._executor.waited += time.perf_counter() - start
-        outputs = {name: view.copy() for name, view in self._views.items()}
-        self.discard()
-        return outputs
-
-
-class _OutputSlot:
-    """Pinned memory for the outputs of one run, and the event after the copies to it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.buffer = PinnedBuffer(num_bytes)
-        self.event = Event()
-
-    def close(self) -> None:
-        self.event.close()
-        self.buffer.close()
 
 
 class _LaunchList:
@@ -137,10 +101,14 @@ class CudaExecutor:
         self._inputs = InputLayout.of(list(buffers.values()), limits)
         self._input_region = self._alloc(self._inputs.num_bytes)
         self._staging = StagingRing(NUM_SLOTS, max(self._inputs.num_bytes, 1))
-        self._outputs = [_OutputSlot(OUTPUT_SLOT_BYTES) for _ in range(NUM_SLOTS)]
+        self._outputs = OutputRing(NUM_SLOTS, OUTPUT_SLOT_BYTES)
         self._prepared = Recent[_LaunchList | GraphExec](MAX_PREPARED, lambda run: run.close())
         self._previous: tuple[Program, Dims] | None = None
-        self.waited = 0.0  # seconds that the host has spent waiting for results
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the host has spent waiting for results."""
+        return self._outputs.waited
 
     def run(
         self,
@@ -149,7 +117,7 @@ class CudaExecutor:
         inputs: Mapping[str, np.ndarray],
         fetch: tuple[str, ...],
         graph: bool = False,
-    ) -> CudaResult:
+    ) -> PendingOutputs:
         """Queues a program with its copies and returns at once; see `Executor.run`."""
         p, dims = self._programs[program], {**self._limits, **dims}
         self._send(inputs)
@@ -183,13 +151,6 @@ class CudaExecutor:
         assert bits.nbytes <= row_bytes, (name, values.shape, array.shape)
         copy_to_device(array.ptr + row * row_bytes, bits, self._stream)
 
-    def recycle(self, slot: _OutputSlot) -> None:
-        """Takes an output slot back once its outputs have been read."""
-        if slot.buffer.num_bytes == OUTPUT_SLOT_BYTES:
-            self._outputs.append(slot)
-        else:
-            slot.close()
-
     def write_state(self, name: str, value: np.ndarray) -> None:
         """Writes a whole state buffer (or weight): float32 or int32 values, rounded to its type.
 
@@ -211,8 +172,7 @@ class CudaExecutor:
     def close(self) -> None:
         """Waits for the stream and frees everything."""
         self._stream.synchronize()
-        for slot in self._outputs:
-            slot.close()
+        self._outputs.close()
         self._staging.close()
         for ptr in self._allocations:
             self._pool.free(ptr, self._stream)
@@ -259,7 +219,6 @@ class CudaExecutor:
             if writes_nothing(p, op, dims):
                 continue
             operands = bind(
-                p,
                 op,
                 dims,
                 self._act,
@@ -290,23 +249,9 @@ class CudaExecutor:
 
     def _fetch(
         self, p: Program, dims: Dims, plan: Plan, arena: int, names: tuple[str, ...]
-    ) -> CudaResult:
+    ) -> PendingOutputs:
         """Queues the copies of outputs to a slot of the output ring."""
-        sources = {n: self._array(p, n, dims, plan, arena) for n in names}
-        total = sum(align_up(a.nbytes, 16) for a in sources.values())
-        if total > OUTPUT_SLOT_BYTES:
-            slot = _OutputSlot(total)
-        else:
-            assert self._outputs, f"{NUM_SLOTS} results are waiting: read them with get()"
-            slot = self._outputs.pop(0)
-        views, offset = {}, 0
-        for name, array in sources.items():
+        arrays = {n: self._array(p, n, dims, plan, arena) for n in names}
+        for name, array in arrays.items():
             assert p.buffers[name].kind == OUTPUT and array.dtype.storage.itemsize == 4
-            if array.nbytes:
-                target = slot.buffer.array[offset : offset + array.nbytes]
-                copy_to_host(target, array.ptr, self._stream)
-            view = slot.buffer.array[offset : offset + prod(array.shape) * 4]
-            views[name] = view.view(array.dtype.storage).reshape(array.shape)
-            offset += align_up(array.nbytes, 16)
-        slot.event.record(self._stream)
-        return CudaResult(self, slot, views)
+        return self._outputs.fetch(arrays, self._stream)

@@ -1,4 +1,4 @@
-"""What the CUDA and the NumPy executor share: planning an arena and binding operands to arrays."""
+"""What the CUDA and the NumPy executor share: interface, arena plans, operands and inputs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,6 @@ def plan_program(
 
 
 def bind(
-    program: Program,
     op: Op,
     dims: Dims,
     act: DType,
@@ -162,15 +161,15 @@ def described(program: Program, op: Op, dims: Dims, act: DType) -> Operands:
     def resolve(name: str) -> DeviceArray:
         if name in program.buffers:
             b = program.buffers[name]
-            array = DeviceArray(
-                0, concrete(program.buffers[program.root(name)].shape, dims), b.dtype or act
-            )
-            return array.columns(b.column, int(b.shape[-1])) if b.parent else array
+            if b.parent is not None:
+                parent: DeviceArray = resolve(b.parent)
+                return parent.columns(b.column, int(b.shape[-1]))
+            return DeviceArray(0, concrete(b.shape, dims), b.dtype or act)
         if name in program.weights:
             return DeviceArray(0, program.weights[name].shape, act)
         return DeviceArray(0, program.constants[name].shape, DType.F32)
 
-    return bind(program, op, dims, act, resolve)
+    return bind(op, dims, act, resolve)
 
 
 def writes_nothing(program: Program, op: Op, dims: Dims) -> bool:
@@ -192,8 +191,9 @@ def follows(program: Program) -> bool:
 class InputLayout:
     """Byte offsets of a program's inputs in one region, so that a step needs one copy.
 
-    Inputs are laid out for their largest sizes, in order of declaration: those whose length
-    varies most should be declared last, since a step copies up to the end of the last one used.
+    Inputs are laid out for their largest sizes, in order of declaration. A step copies from the
+    first one that it fills to the end of the last: what decode steps leave out should be declared
+    first, what varies most in length last.
     """
 
     offsets: dict[str, int]

@@ -171,7 +171,7 @@ class NumpyExecutor:
             def resolve(name: str) -> np.ndarray:
                 return local[name] if name in local else self._array(p, name, dims)
 
-            operands = bind(p, part, dims, DType.F32, resolve)
+            operands = bind(part, dims, DType.F32, resolve)
             # What is stored in the activation type on the GPU: temporaries and the KV cache.
             outputs = tuple(
                 getattr(operands, w)

@@ -35,6 +35,7 @@ ADVANCE_ROWS = Kernel(
     pdl=True,
 )
 THREADS = 256
+BLOCK_EDIT_WORDS = 4  # group, slot, index, block
 
 
 class ApplyEdits(OpDef):
@@ -45,7 +46,11 @@ class ApplyEdits(OpDef):
     """
 
     name = "apply_edits"
-    reads = {"edit_counts": (2,), "row_edits": ("E", ROW_WORDS), "block_edits": ("B", 4)}
+    reads = {
+        "edit_counts": (2,),
+        "row_edits": ("E", ROW_WORDS),
+        "block_edits": ("B", BLOCK_EDIT_WORDS),
+    }
     writes = {
         "row_params": ("SLOTS", ROW_WORDS),
         "row_position": ("SLOTS",),

@@ -23,6 +23,7 @@ SAMPLE_MERGE = Kernel(
     "ptr partial, ptr sample_slots, ptr tokens, i32 num_chunks",
     pdl=True,
 )
+# Constants of sample.cu.
 THREADS = 256
 CHUNK = 2048  # logits a block of the first kernel looks at
 PARTIAL_BYTES = 8  # a chunk's best value and where it is
