@@ -171,7 +171,7 @@ def test_a_tied_checkpoint_may_repeat_its_embedding(program):
     ],
 )
 def test_missing_extra_and_misshapen_tensors_are_named(program, changes, message):
-    with pytest.raises(InputError, match=f"^file: the tensors do not fit config.json: .*{message}"):
+    with pytest.raises(InputError, match=f"^file: the tensors do not fit .*{message}"):
         check_weights(checkpoint(program, **changes), program, "file")
 
 

@@ -70,8 +70,6 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack, slot 0 on top
         self._num_arrivals = 0
         self._num_steps = 0
-        self._decodes_version = 0
-        self._num_skipped = 0  # running requests without a row in the last step, since they end
         # The request that found no room, and how many blocks were in use: nothing is looked up
         # again while it is the next and no fewer are.
         self._blocked: tuple[Request, int] | None = None
@@ -176,7 +174,7 @@ class Scheduler:
         """One token for each running request past its prompt."""
         rows = step.rows
         block_size = self.blocks.block_size
-        skipped = longest = 0
+        longest = 0
         # Preemption takes from the end of the list, so it never meets a request that has its row
         # already; the loop ends where the shortened list does.
         for request in self.running:
@@ -184,8 +182,7 @@ class Scheduler:
                 self._claim_block(request, step)
                 continue
             if request.num_tokens == request.max_total_tokens:
-                skipped += 1  # its last token is in flight
-                continue
+                continue  # its last token is in flight
             start = request.num_computed_tokens
             # The first test is the cheaper one.
             if start % block_size == 0 and start == len(request.block_ids[0]) * block_size:
@@ -202,10 +199,6 @@ class Scheduler:
             request.num_tokens += 1
         step.num_decodes = step.num_tokens = len(rows)
         step.longest_context = longest
-        # Requests that end are only ever added to until one is released: the number tells.
-        self._decodes_version += skipped != self._num_skipped
-        self._num_skipped = skipped
-        step.decodes_version = self._decodes_version
 
     def _claim_block(self, request: Request, step: ScheduledStep) -> None:
         """For a prompt that waits for blocks, take one a group from less urgent requests.
@@ -242,7 +235,6 @@ class Scheduler:
         if samples:
             request.num_tokens += 1
             request.decoding = True
-            self._decodes_version += 1
 
     def _admit(self, step: ScheduledStep) -> None:
         """Start waiting requests while there are slots, budget, and room for all their tokens."""
@@ -330,7 +322,6 @@ class Scheduler:
         assert request.slot is not None
         self._free_slots.append(request.slot)
         request.slot = None
-        self._decodes_version += 1
 
     def validate(self, request: Request) -> None:
         """Raise InputError, with the numbers, for a request that can never run."""

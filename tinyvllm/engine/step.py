@@ -30,8 +30,6 @@ class ScheduledStep:
         the row sampled last (in the device's row state); then prefill rows, whose input tokens
         are `request.tokens(start, start + num_tokens)`. Each request has at most one row.
     longest_context: the largest `start + num_tokens` of a row.
-    decodes_version: the same in two steps only if they have the same decode rows, in the same
-        order, each a token further.
     joins: the prefill rows whose slot changes hands, so its row state must be set up; they start
         after tokens that they share with others.
     new_blocks: block-table entries (group, slot, index in the table, block) to write.
@@ -45,7 +43,6 @@ class ScheduledStep:
     num_decodes: int = 0
     num_tokens: int = 0
     longest_context: int = 0
-    decodes_version: int = 0
     joins: list[ScheduledRow] = field(default_factory=list)
     new_blocks: list[TableEntry] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)

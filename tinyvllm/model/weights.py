@@ -43,7 +43,9 @@ def check_weights(source: TensorSource, program: Program, where: str) -> None:
     if problems:
         shown = "; ".join(problems[:5])
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise InputError(f"{where}: the tensors do not fit config.json: {shown}{more}")
+        raise InputError(
+            f"{where}: the tensors do not fit the model's configuration: {shown}{more}"
+        )
 
 
 def load_numpy(source: TensorSource, program: Program, dtype: DType) -> dict[str, np.ndarray]:
