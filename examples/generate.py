@@ -8,6 +8,7 @@ import time
 START = time.perf_counter()  # before the imports, which count as much as anything else
 
 import argparse  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
 
 from tinyvllm import LLM, SamplingParams  # noqa: E402
@@ -44,3 +45,5 @@ if __name__ == "__main__":
         main()
     except InputError as error:
         sys.exit(f"{error}")
+    except BrokenPipeError:  # the reader of a pipe went away; nor may the flush at exit complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
