@@ -130,7 +130,8 @@ def bench_latency(
                 )
             )
     if as_json:
-        rates = {"copy_tb_per_s": copy_rate / 1e12, "matmul_tflops": flops / 1e12}
+        known_flops = flops / 1e12 if flops < math.inf else None  # JSON has no infinity
+        rates = {"copy_tb_per_s": copy_rate / 1e12, "matmul_tflops": known_flops}
         print(json.dumps({"device": name, **rates, "rows": [asdict(row) for row in rows]}))
         return
     known = f"products at {flops / 1e12:.0f} TFLOP/s" if flops < math.inf else "products not known"

@@ -26,7 +26,7 @@ def run(
     while engine.has_unfinished_requests():
         for output in engine.step():
             outputs[int(output.request_id)] = output
-    engine.scheduler.check_integrity()
+        engine.scheduler.check_integrity()
     assert engine.scheduler.blocks.num_used == 0, "blocks are freed at once"
     return [outputs[i] for i in range(len(prompts))]
 

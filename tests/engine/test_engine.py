@@ -6,6 +6,8 @@ import pickle
 
 import numpy as np
 import pytest
+from comparison import run as run_queued
+from comparison import tokens_of
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import backend
@@ -51,17 +53,7 @@ def cases(golden):
 
 
 def run(engine, prompts, params=GREEDY):
-    """Outputs of all prompts, queued at once; `params` is one or one each."""
-    params = params if isinstance(params, list) else [params] * len(prompts)
-    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[int(output.request_id)] = output
-        engine.scheduler.check_integrity()
-    assert engine.scheduler.blocks.num_used == 0, "blocks are freed at once"
-    return [outputs[i] for i in range(len(prompts))]
+    return run_queued(engine, prompts, params)
 
 
 def run_to_end(engine):
@@ -70,10 +62,6 @@ def run_to_end(engine):
     while engine.has_unfinished_requests():
         news += engine.step()
     return news
-
-
-def tokens_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def step_logits(engine):
