@@ -2,6 +2,6 @@
 
 import sys
 
-from tinyvllm.cli import main
+from tinyvllm.cli.main import main
 
 sys.exit(main())

@@ -12,6 +12,7 @@ DTYPES = ("auto", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority", "shortest")
 KERNEL_PATHS = ("auto", "portable")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 RETURN_MARGIN = 0.05  # how far below preemption_threshold a preempted sequence stays on its return
 
@@ -43,6 +44,14 @@ class EngineConfig:
     block_size: int = option(16, "tokens in one KV block", BLOCK_SIZES)
     scheduling_policy: str = option("fcfs", "which waiting request is next", SCHEDULING_POLICIES)
     preemption_threshold: float = option(0.85, "share of KV blocks in use above which none starts")
+    preemption_mode: str = option(
+        "auto", "what becomes of the blocks of a preempted sequence", PREEMPTION_MODES
+    )
+    swap_space: float = option(4, "GiB of pinned host memory for blocks of preempted sequences")
+    pin_swap_space: bool = option(False, "pin the swap space at start, not at first need")
+    num_gpu_blocks_override: int | None = option(
+        None, "KV blocks to allocate (default: what fits; for tests of preemption)"
+    )
     enable_prefix_caching: bool = option(
         True, "keep K and V of finished requests for equal prefixes"
     )
@@ -55,6 +64,16 @@ class EngineConfig:
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     kernel_path: str = option("auto", "portable: only kernels that run from sm_80 up", KERNEL_PATHS)
     release_threshold: float = option(0.9, "share of the budget that the pool keeps when freed")
+    pool_reuse_follow_event_dependencies: bool = option(
+        True, "the pool reuses memory freed on another stream once an event orders it"
+    )
+    pool_reuse_allow_opportunistic: bool = option(
+        True, "the pool reuses memory freed on another stream once that free is seen done"
+    )
+    pool_reuse_allow_internal_dependencies: bool = option(
+        True, "the pool may make a stream wait for another's free to reuse its memory"
+    )
+    disable_log_stats: bool = option(False, "no periodic line of statistics in the log")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -89,10 +108,13 @@ class EngineConfig:
             raise InputError(
                 f"preemption_threshold={threshold}: must be above {RETURN_MARGIN} and at most 1"
             )
-        for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
-            value = getattr(self, name)
-            if name != "async_scheduling" or value is not None:
-                check_bool(name, value)
+        check_number("swap_space", self.swap_space, 0, 1 << 20)
+        if self.num_gpu_blocks_override is not None:
+            check_int("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, 1 << 30)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(f.default, bool) or (f.name == "async_scheduling" and value is not None):
+                check_bool(f.name, value)
         name, _, index = self.device.partition(":")
         if self.device not in ("auto", "cpu", "cuda") and not (name == "cuda" and index.isdigit()):
             raise InputError(f"device={self.device!r}: must be auto, cpu, cuda or cuda:N")

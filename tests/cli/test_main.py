@@ -1,72 +1,15 @@
-import argparse
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tinyvllm import cli
-from tinyvllm.cli import add_options, from_args, main
-from tinyvllm.config import EngineConfig
+from tinyvllm.cli import main as command
+from tinyvllm.cli.main import main
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
 
-ROOT = Path(__file__).parents[1]
-
-
-def parse(config, *argv):
-    parser = argparse.ArgumentParser()
-    add_options(parser, config)
-    return from_args(config, parser.parse_args(argv))
-
-
-@pytest.mark.parametrize("config", [EngineConfig, SamplingParams])
-def test_every_field_is_an_option_with_its_default(config):
-    assert parse(config) == config()
-    parser = argparse.ArgumentParser()
-    add_options(parser, config)
-    text = parser.format_help()
-    for field in dataclasses.fields(config):
-        assert (f"--{field.name.replace('_', '-')} " in text) == field.metadata["cli"]
-
-
-def test_options_have_the_types_of_their_fields():
-    config = parse(
-        EngineConfig,
-        "--model",
-        "m",
-        "--max-model-len",
-        "100",
-        "--block-size",
-        "32",
-        "--gpu-memory-utilization",
-        "0.5",
-        "--device",
-        "cpu",
-    )
-    assert config == EngineConfig(
-        model="m", max_model_len=100, block_size=32, gpu_memory_utilization=0.5, device="cpu"
-    )
-    params = parse(
-        SamplingParams,
-        "--temperature",
-        "0.7",
-        "--ignore-eos",
-        "--seed",
-        "3",
-        "--stop-token-ids=4",
-        "--stop-token-ids=5",
-    )
-    assert params == SamplingParams(temperature=0.7, ignore_eos=True, seed=3, stop_token_ids=(4, 5))
-    assert parse(SamplingParams, "--no-ignore-eos") == SamplingParams()
-
-
-def test_a_field_may_be_left_out():
-    parser = argparse.ArgumentParser()
-    add_options(parser, EngineConfig, leave_out="seed")
-    assert from_args(EngineConfig, parser.parse_args([]), leave_out="seed") == EngineConfig()
-    assert "--seed" not in parser.format_help()
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +85,7 @@ def test_errors_of_ours_are_not_hidden(monkeypatch):
     def broken(args):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "run_doctor", broken)
+    monkeypatch.setattr(command.doctor, "run_doctor", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["doctor"])
 
@@ -155,7 +98,7 @@ def test_exit_status_of_errors(monkeypatch, error, status):
     def fails(args):
         raise error
 
-    monkeypatch.setattr(cli, "run_doctor", fails)
+    monkeypatch.setattr(command.doctor, "run_doctor", fails)
     assert main(["doctor"]) == status
 
 

@@ -1,0 +1,45 @@
+"""What `bench latency` prints from its measured times."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from tinyvllm.bench import latency
+from tinyvllm.config import EngineConfig
+from tinyvllm.model.presets import PRESETS
+
+MODEL = PRESETS["llama-3.2-1b"]
+DUMMY = EngineConfig(model="llama-3.2-1b", load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "a card"])
+def test_latency_as_json_holds_the_table(monkeypatch, capsys, name):
+    """On a GPU that is not there: only what is printed from the measured times."""
+    monkeypatch.setattr(latency, "cuda_unavailable", lambda: None)
+    monkeypatch.setattr(
+        latency,
+        "Device",
+        lambda index: nullcontext(SimpleNamespace(info=SimpleNamespace(name=name))),
+    )
+    monkeypatch.setattr(latency, "copy_bandwidth", lambda device: 4e12)
+    engine = SimpleNamespace(model=SimpleNamespace(config=MODEL))
+    monkeypatch.setattr(latency, "LLM", lambda **_: nullcontext(SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(latency, "decode_times", lambda engine, batch, context: (2e-3, 1e-4))
+    latency.bench_latency(DUMMY, [1, 4], [256], as_json=True, host=False)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    result = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert result["device"] == name
+    assert result["matmul_tflops"] == (780 if name == "NVIDIA H200" else None)
+    assert [(r["batch"], r["context"], r["ms"]) for r in result["rows"]] == [
+        (1, 256, 2.0),
+        (4, 256, 2.0),
+    ]
+    latency.bench_latency(DUMMY, [4], [256], as_json=False, host=True)
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].endswith("us/row")
+    assert table[2].split()[-1] == "25.00"

@@ -1,0 +1,62 @@
+"""`tinyvllm bench host`: Python's time for a decode step, on a device that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tinyvllm.bench.latency import decode_times
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine.backend import Backend
+from tinyvllm.engine.batch import step_limits
+from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.memory.budget import plan_memory
+from tinyvllm.ops.numpy_executor import NumpyResult
+
+
+def bench_host(config: EngineConfig, batches: list[int]) -> None:
+    """Python's time for a decode step: the engine on a device that does nothing, at once."""
+    for batch in batches:
+        engine = LLMEngine(config, backend=null_backend(config, batch))
+        seconds, _ = decode_times(engine, batch, 256)
+        print(f"batch {batch}: {seconds * 1e3:.3f} ms a step, {seconds / batch * 1e6:.2f} us a row")
+
+
+class NullExecutor:
+    """A device that samples token 0 everywhere, in no time."""
+
+    def run(
+        self,
+        program: str,
+        dims: Mapping[str, int],
+        inputs: Mapping[str, np.ndarray],
+        fetch: tuple[str, ...],
+        graph: bool = False,
+    ) -> NumpyResult:
+        """Zeros for the outputs; see `Executor.run`."""
+        return NumpyResult({name: np.zeros(dims["S"], np.int32) for name in fetch})
+
+    def write_row(self, name: str, row: int, values: np.ndarray) -> None:
+        """Nothing: there is no state."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def null_backend(config: EngineConfig, batch: int) -> Backend:
+    """A backend for `batch` sequences of up to 1024 tokens on the device that does nothing."""
+    executor = NullExecutor()
+    limits = step_limits(batch, config.max_num_batched_tokens, 1024, config.block_size)
+    memory = plan_memory(
+        free_bytes=1 << 30,
+        gpu_memory_utilization=1.0,
+        release_threshold=1.0,
+        weights_bytes=0,
+        arena_bytes=0,
+        state_bytes=0,
+        temporary_bytes=0,
+        block_bytes=1,
+        override=batch * 1024 // config.block_size,
+    )
+    return Backend(executor, "nothing", True, 1024, limits, memory, executor.close)

@@ -1,0 +1,117 @@
+"""`tinyvllm bench latency`: the time of a decode step, end to end through the engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from tinyvllm.api.llm import LLM
+from tinyvllm.bench.floors import MATMUL_FLOPS, copy_bandwidth, step_floor
+from tinyvllm.config import EngineConfig
+from tinyvllm.driver.device import Device, cuda_unavailable
+from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.util import InputError
+
+WARMUP_STEPS = 8
+MEASURED_STEPS = 48
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """A decode step at one batch and context: milliseconds, and rates at that time."""
+
+    batch: int
+    context: int
+    ms: float
+    floor_ms: float
+    ratio: float
+    tb_per_s: float  # of the bytes that the step must move
+    tokens_per_s: float
+    host_ms: float  # of the host's own work, the wait for the device left out
+
+
+def bench_latency(
+    config: EngineConfig, batches: list[int], contexts: list[int], *, as_json: bool, host: bool
+) -> None:
+    """Median time of a decode step, end to end through the engine, for each batch and context.
+
+    `host` adds the host's own time in a step, which runs while the device works.
+    """
+    if reason := cuda_unavailable():
+        raise InputError(f"bench latency needs a GPU: {reason}")
+    index = int(config.device.partition(":")[2] or 0)
+    with Device(index) as device:
+        name, copy_rate = device.info.name, copy_bandwidth(device)
+    flops = MATMUL_FLOPS.get(name, math.inf)
+    rows = []
+    longest = max(contexts) + MEASURED_STEPS
+    with LLM(**asdict(replace(config, max_model_len=longest))) as llm:
+        for batch, context in itertools.product(batches, contexts):
+            seconds, host_seconds = decode_times(llm.engine, batch, context)
+            num_bytes, floor = step_floor(
+                llm.engine.model.config, config.block_size, batch, context, copy_rate, flops
+            )
+            rows.append(
+                LatencyRow(
+                    batch,
+                    context,
+                    ms=seconds * 1e3,
+                    floor_ms=floor * 1e3,
+                    ratio=seconds / floor,
+                    tb_per_s=num_bytes / seconds / 1e12,
+                    tokens_per_s=batch / seconds,
+                    host_ms=host_seconds * 1e3,
+                )
+            )
+    if as_json:
+        known_flops = flops / 1e12 if flops < math.inf else None  # JSON has no infinity
+        rates = {"copy_tb_per_s": copy_rate / 1e12, "matmul_tflops": known_flops}
+        print(json.dumps({"device": name, **rates, "rows": [asdict(row) for row in rows]}))
+        return
+    known = f"products at {flops / 1e12:.0f} TFLOP/s" if flops < math.inf else "products not known"
+    print(f"{name}: copies at {copy_rate / 1e12:.2f} TB/s, {known}")
+    print(
+        f"{'batch':>6} {'context':>8} {'ms/step':>9} {'floor':>8} {'ratio':>6} {'TB/s':>6} "
+        f"{'tokens/s':>9}" + (f" {'host ms':>8} {'us/row':>7}" if host else "")
+    )
+    for r in rows:
+        host_columns = f" {r.host_ms:>8.3f} {r.host_ms / r.batch * 1e3:>7.2f}" if host else ""
+        print(
+            f"{r.batch:>6} {r.context:>8} {r.ms:>9.3f} {r.floor_ms:>8.3f} {r.ratio:>6.2f} "
+            f"{r.tb_per_s:>6.2f} {r.tokens_per_s:>9.0f}{host_columns}"
+        )
+
+
+def decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, float]:
+    """Median seconds of a step, and of the host's own work in it, while all rows decode.
+
+    Runs until every request has finished. The middle of the measured steps has the context named.
+    """
+    params = SamplingParams(temperature=0, max_tokens=MEASURED_STEPS, ignore_eos=True)
+    if batch > engine.scheduler.max_num_seqs:
+        raise InputError(f"batch {batch}: at most max_num_seqs={engine.scheduler.max_num_seqs}")
+    rng = np.random.default_rng(0)
+    for i in range(batch):
+        length = max(1, context - MEASURED_STEPS // 2)
+        ids = rng.integers(0, engine.model.config.vocab_size, length).tolist()
+        engine.add_request(f"{batch}.{context}.{i}", {"prompt_token_ids": ids}, params)
+    times, host = [], []
+    running = engine.scheduler.running
+    executor = engine.backend.executor
+    while engine.has_unfinished_requests():
+        decoding = len(running) == batch and all(r.decoding for r in running)
+        waited, start = getattr(executor, "waited", 0.0), time.perf_counter()
+        engine.step()
+        seconds = time.perf_counter() - start
+        if decoding:
+            times.append(seconds)
+            host.append(seconds - (getattr(executor, "waited", 0.0) - waited))
+    steady = slice(WARMUP_STEPS, -WARMUP_STEPS)
+    return statistics.median(times[steady]), statistics.median(host[steady])

@@ -1,0 +1,44 @@
+"""Command-line options generated from the configuration classes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+Commands = Any  # what argparse's add_subparsers returns; its class has no public name
+
+
+def add_options(
+    parser: argparse.ArgumentParser, config: type[Any], leave_out: str | None = None
+) -> None:
+    """Adds an option for each field of a dataclass: `max_model_len` becomes `--max-model-len`."""
+    group = parser.add_argument_group(config.__name__)
+    types = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name == leave_out or not field.metadata["cli"]:
+            continue
+        hint = types[field.name]
+        options: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
+        kinds = [t for t in typing.get_args(hint) or (hint,) if t is not type(None)]
+        sequences = [t for t in (hint, *kinds) if typing.get_origin(t) is Sequence]
+        if kinds == [bool]:
+            options["action"] = argparse.BooleanOptionalAction
+        elif sequences:
+            options |= {"type": typing.get_args(sequences[0])[0], "action": "append"}
+            options |= {"default": None, "help": f"{options['help']} (may be repeated)"}
+        else:
+            options |= {"type": kinds[0], "choices": field.metadata["choices"]}
+        group.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def from_args(config: type[Any], args: argparse.Namespace, leave_out: str | None = None) -> Any:
+    """The dataclass that `add_options` made options for."""
+    values = {
+        f.name: getattr(args, f.name)
+        for f in dataclasses.fields(config)
+        if f.metadata["cli"] and f.name != leave_out
+    }
+    return config(**{name: value for name, value in values.items() if value is not None})
