@@ -8,7 +8,7 @@ from harness import pack
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.spec import DeviceInfo
-from tinyvllm.engine.backend import engine_programs, model_dtype, plan_engine
+from tinyvllm.engine.sizing import engine_programs, model_dtype, plan_engine
 from tinyvllm.model.config import ModelConfig, RopeConfig
 from tinyvllm.model.presets import PRESETS, DummySource
 from tinyvllm.model.weights import dummy_launches, load_numpy, packed_weights, place_weights

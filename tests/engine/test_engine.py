@@ -1,6 +1,5 @@
 """The engine on the CPU against golden models, and against itself under other schedules."""
 
-import functools
 import json
 import pickle
 
@@ -10,11 +9,9 @@ from comparison import run as run_queued
 from comparison import tokens_of
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine import backend
 from tinyvllm.engine import runner as runner_module
 from tinyvllm.engine.batch import build_batch
 from tinyvllm.engine.engine import LLMEngine
-from tinyvllm.memory.budget import plan_memory
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
 
@@ -119,24 +116,17 @@ def recorded(engine):
     return steps
 
 
-@pytest.fixture
-def small_cache(monkeypatch):
-    """Engines opened after this have so many KV blocks."""
-
-    def shrink(num_blocks):
-        monkeypatch.setattr(
-            backend, "plan_memory", functools.partial(plan_memory, override=num_blocks)
-        )
-
-    return shrink
-
-
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64, "max_num_seqs": 6}])
-def test_preempted_requests_give_the_same_tokens(open_engine, cases, small_cache, options):
+def test_preempted_requests_give_the_same_tokens(open_engine, cases, options):
     """40 blocks hold the prompts, 52 would be needed at the end; the latest arrivals go."""
-    small_cache(42)
     prompts, wanted, _ = zip(*reversed(cases("llama_bias")), strict=True)
-    engine = open_engine("llama_bias", block_size=8, preemption_threshold=1.0, **options)
+    engine = open_engine(
+        "llama_bias",
+        block_size=8,
+        preemption_threshold=1.0,
+        num_gpu_blocks_override=42,
+        **options,
+    )
     assert engine.backend.memory.num_blocks == 42
     steps = recorded(engine)
     params = SamplingParams(

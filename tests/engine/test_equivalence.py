@@ -18,11 +18,9 @@ from comparison import run as run_all
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine import backend
 from tinyvllm.engine.batch import request_seed
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
-from tinyvllm.memory.budget import plan_memory
 from tinyvllm.sampling_params import MAX_SEED
 
 MODEL = "llama_bias"
@@ -69,18 +67,6 @@ def open_llm(golden, device_name):
     for llm in opened:
         llm.close()
         assert llm.engine.results["open"] == 0, "each result is read or discarded"
-
-
-@pytest.fixture
-def small_cache(monkeypatch):
-    """Engines opened after this have so many KV blocks; None: as many as usual."""
-
-    def shrink(num_blocks):
-        monkeypatch.setattr(
-            backend, "plan_memory", functools.partial(plan_memory, override=num_blocks)
-        )
-
-    return shrink
 
 
 @pytest.fixture
@@ -230,7 +216,7 @@ def test_prefix_shared_by_running_requests(open_engine, check):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised"])
-def test_preempted_and_undisturbed(open_engine, check, small_cache, kind, ahead):
+def test_preempted_and_undisturbed(open_engine, check, kind, ahead):
     prompts = random_prompts(6, seed=6, shortest=20, longest=48)
     params = {
         "greedy": [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 6,
@@ -238,13 +224,16 @@ def test_preempted_and_undisturbed(open_engine, check, small_cache, kind, ahead)
         "penalised": seeded(6, max_tokens=40, presence_penalty=0.7, frequency_penalty=0.4),
     }[kind]
     want = tokens_of(run(open_engine(block_size=8), prompts, params))
-    small_cache(36)  # of the 6 * 10 or so that are needed at the end
-    engine = open_engine(block_size=8, preemption_threshold=1.0, async_scheduling=ahead)
+    engine = open_engine(
+        block_size=8,
+        preemption_threshold=1.0,
+        async_scheduling=ahead,
+        num_gpu_blocks_override=36,  # of the 6 * 10 or so that are needed at the end
+    )
     steps = recorded(engine)
     have = tokens_of(run(engine, prompts, params))
     preempted = [r for step in steps for r in step.preempted]
     assert len(preempted) >= 2 and any(r.output_token_ids for r in preempted)
-    small_cache(None)
     check(engine, prompts, params, have, want)
 
 

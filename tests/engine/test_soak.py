@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import random
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from comparison import Comparison, run
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine import backend
 from tinyvllm.engine.engine import LLMEngine
-from tinyvllm.memory.budget import plan_memory
 from tinyvllm.outputs import CompletionOutput
 from tinyvllm.sampling_params import SamplingParams
 
@@ -250,9 +246,7 @@ def soaking(model: str, device: str, seed: int, **options: object):
             )
         )
         stack.callback(reference.close)
-        small = functools.partial(plan_memory, override=NUM_BLOCKS)
-        with mock.patch.object(backend, "plan_memory", small):
-            engine = LLMEngine(EngineConfig(**config))
+        engine = LLMEngine(EngineConfig(**config, num_gpu_blocks_override=NUM_BLOCKS))
         stack.callback(engine.close)
         soak = Soak(engine, reference, seed)
         schedule = engine.scheduler.schedule

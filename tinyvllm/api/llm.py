@@ -127,6 +127,33 @@ class LLM(Closing):
         """What the model's generation_config.json recommends; our defaults for the rest."""
         return SamplingParams(**self.engine.model.generation_defaults)
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives the device's memory back until `wake_up`, as in vLLM; needs that nothing runs.
+
+        Level 1 keeps the weights in pinned host memory; level 2 reads their files again on waking.
+        The K and V of the prefix cache are lost. InputError for another level and while requests
+        are unfinished, OutOfMemoryError where the host has no room for the weights.
+        """
+        with self._lock:
+            self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """Ends a sleep: allocates again and brings the weights back.
+
+        After an error (files are gone, or memory is) it sleeps on and may be woken again.
+        """
+        with self._lock:
+            self.engine.wake_up()
+
+    def is_sleeping(self) -> bool:
+        """True from `sleep` to `wake_up`."""
+        return self.engine.is_sleeping()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes, as in vLLM; False, with nothing done, while requests run."""
+        with self._lock:
+            return self.engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Frees the device; the object cannot be used afterwards."""
         self.engine.close()

@@ -8,17 +8,17 @@ import numpy as np
 
 from tinyvllm.bench.latency import decode_times
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine.backend import Backend
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.budget import plan_memory
+from tinyvllm.ops.executor import Executor
 from tinyvllm.ops.numpy_executor import NumpyResult
 
 
 def bench_host(config: EngineConfig, batches: list[int]) -> None:
     """Python's time for a decode step: the engine on a device that does nothing, at once."""
     for batch in batches:
-        engine = LLMEngine(config, backend=null_backend(config, batch))
+        engine = LLMEngine(config, backend=NullBackend(config, batch))
         seconds, _ = decode_times(engine, batch, 256)
         print(f"batch {batch}: {seconds * 1e3:.3f} ms a step, {seconds / batch * 1e6:.2f} us a row")
 
@@ -44,19 +44,38 @@ class NullExecutor:
         """Nothing to free."""
 
 
-def null_backend(config: EngineConfig, batch: int) -> Backend:
+class NullBackend:
     """A backend for `batch` sequences of up to 1024 tokens on the device that does nothing."""
-    executor = NullExecutor()
-    limits = step_limits(batch, config.max_num_batched_tokens, 1024, config.block_size)
-    memory = plan_memory(
-        free_bytes=1 << 30,
-        gpu_memory_utilization=1.0,
-        release_threshold=1.0,
-        weights_bytes=0,
-        arena_bytes=0,
-        state_bytes=0,
-        temporary_bytes=0,
-        block_bytes=1,
-        override=batch * 1024 // config.block_size,
-    )
-    return Backend(executor, "nothing", True, 1024, limits, memory, executor.close)
+
+    device_name: str = "nothing"
+    asynchronous: bool = True
+    max_model_len: int = 1024
+
+    def __init__(self, config: EngineConfig, batch: int) -> None:
+        self.executor: Executor = NullExecutor()
+        self.limits = step_limits(
+            batch, config.max_num_batched_tokens, self.max_model_len, config.block_size
+        )
+        self.memory = plan_memory(
+            free_bytes=1 << 30,
+            gpu_memory_utilization=1.0,
+            release_threshold=1.0,
+            weights_bytes=0,
+            arena_bytes=0,
+            state_bytes=0,
+            temporary_bytes=0,
+            block_bytes=1,
+            override=batch * self.max_model_len // config.block_size,
+        )
+
+    def enter(self) -> None:
+        """Any thread may give it work."""
+
+    def sleep(self, level: int) -> None:
+        """Nothing to give back."""
+
+    def wake_up(self) -> None:
+        """Nothing to bring back."""
+
+    def close(self) -> None:
+        """Nothing to free."""

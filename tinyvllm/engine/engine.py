@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.engine.backend import Backend, open_backend
 from tinyvllm.engine.output_processor import OutputProcessor
 from tinyvllm.engine.request import Request
@@ -21,7 +22,7 @@ from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams, bad_word_ids
-from tinyvllm.util import InputError, short_repr
+from tinyvllm.util import InputError, logger, short_repr
 
 
 class LLMEngine:
@@ -52,6 +53,7 @@ class LLMEngine:
         self._outputs = OutputProcessor(self.tokenizer)
         self._running: deque[RunningStep] = deque()
         self._closed = False
+        self._sleeping = False
         # Launching step n + 1 before reading the tokens of step n keeps a GPU busy while the host
         # works; the CPU is the host, and would only compute rows that have ended.
         launch_ahead = config.async_scheduling
@@ -63,6 +65,7 @@ class LLMEngine:
         self, request_id: str, prompt: Any, params: SamplingParams, priority: int = 0
     ) -> list[Request]:
         """The checked sequences of a request, params.n of them; `enqueue` starts them."""
+        self._check_awake()
         text, ids = self._tokenize(request_id, prompt)
         vocab_size = self.model.config.vocab_size
         words = bad_word_ids(params.bad_words, lambda word: self.tokenizer.encode(word, False))
@@ -111,7 +114,7 @@ class LLMEngine:
 
     def enqueue(self, request_id: str, requests: list[Request], *, stream: bool = False) -> None:
         """Queues what `make_requests` returned."""
-        self._check_open()
+        self._check_awake()
         for i, request in enumerate(requests):
             try:
                 self.scheduler.add(request)
@@ -177,6 +180,60 @@ class LLMEngine:
         outputs = [self.abort_request(request_id) for request_id in self._outputs.request_ids]
         return [output for output in outputs if output is not None]
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives the device's memory back until `wake_up`; the prefix cache is lost.
+
+        At level 1 the weights stay in (pinned) host memory, at level 2 waking reads them from the
+        model's files again. InputError for another level, and while requests are unfinished. An
+        engine that sleeps already stays as it is, with a line in the log.
+        """
+        self._check_open()
+        check_int("level", level, 1, 2)
+        if self._sleeping:
+            logger.warning("sleep(level=%d): the engine is sleeping already", level)
+            return
+        if self.has_unfinished_requests():
+            raise InputError(
+                "sleep: requests are unfinished; wait for their ends, or abort them, first"
+            )
+        start = time.perf_counter()
+        self.backend.enter()
+        self._discard_running()  # launched before the last ends were known
+        self.backend.sleep(level)
+        self._sleeping = True
+        self.reset_prefix_cache()
+        logger.info("asleep at level %d after %.2f s", level, time.perf_counter() - start)
+
+    def wake_up(self) -> None:
+        """Makes a sleeping engine ready again; one that is awake only logs that.
+
+        Raises InputError when files cannot be read any more and OutOfMemoryError when others have
+        taken the memory meanwhile; the engine then sleeps on, and may be woken again.
+        """
+        self._check_open()
+        if not self._sleeping:
+            logger.warning("wake_up: the engine is not sleeping")
+            return
+        start = time.perf_counter()
+        self.backend.enter()
+        self.backend.wake_up()
+        self._sleeping = False
+        logger.info("awake after %.2f s", time.perf_counter() - start)
+
+    def is_sleeping(self) -> bool:
+        """True from `sleep` to `wake_up`."""
+        return self._sleeping
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False, with nothing done, while requests hold blocks."""
+        num_used = self.scheduler.blocks.num_used
+        if num_used:
+            logger.warning("the prefix cache is not reset: requests hold %d blocks", num_used)
+            return False
+        if self.scheduler.tables.cache is not None:
+            self.scheduler.tables.cache.reset()
+        return True
+
     def close(self) -> None:
         """Frees the device. The engine cannot be used afterwards."""
         if not self._closed:
@@ -192,6 +249,11 @@ class LLMEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine has been closed")
+
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self._sleeping:
+            raise InputError("the engine sleeps and takes no requests: call wake_up() first")
 
     def _tokenize(self, request_id: str, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

@@ -45,7 +45,7 @@ class ModelRunner:
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, *, seed: int, enforce_eager: bool
     ) -> None:
-        self._executor = backend.executor
+        self._backend = backend
         self._limits = backend.limits
         self._tokenizer = tokenizer
         self._seed = seed
@@ -53,19 +53,20 @@ class ModelRunner:
 
     def launch(self, step: ScheduledStep) -> RunningStep:
         """Gives a step's work to the device."""
+        executor = self._backend.executor
         decode = step.num_decodes == len(step.rows)
         with phase("decode" if decode else "prefill"):
             for row in step.joins:
                 for name, values in row.request.row_lists.items():
-                    self._executor.write_row(name, row.slot, values)
+                    executor.write_row(name, row.slot, values)
             for edits in take_excess_edits(step, self._limits["B"]):
-                self._executor.run("edits", {}, edits, ()).discard()
+                executor.run("edits", {}, edits, ()).discard()
             batch = build_batch(step, self._seed, self._limits)
             sampler = max((row.request.sampler for row in step.rows), default=0)
             program = f"{'decode' if decode else 'prefill'}.{SAMPLERS[sampler]}"
             graph = decode and self._graphs
             with ExitStack() as results:  # given back after an error
-                tokens = self._executor.run(program, batch.dims, batch.inputs, ("tokens",), graph)
+                tokens = executor.run(program, batch.dims, batch.inputs, ("tokens",), graph)
                 results.callback(tokens.discard)
                 logprobs = self._launch_logprobs(step, batch)
                 if logprobs is not None:
@@ -99,7 +100,7 @@ class ModelRunner:
         if not wanted:
             return None
         dims = {**batch.dims, "P": max(1, *wanted)}
-        return self._executor.run("logprobs", dims, {}, LOGPROB_OUTPUTS)
+        return self._backend.executor.run("logprobs", dims, {}, LOGPROB_OUTPUTS)
 
     def _score_prompts(self, step: ScheduledStep, batch: Batch) -> None:
         """Log-probabilities of prompt tokens, a bounded number of positions at a time."""
@@ -126,7 +127,7 @@ class ModelRunner:
                 "score_targets": np.array([target for _, _, target in part], np.int32),
             }
             sizes = {**batch.dims, "N": len(part), "P": max(1, *counts)}
-            found = self._executor.run("score", sizes, inputs, LOGPROB_OUTPUTS).get()
+            found = self._backend.executor.run("score", sizes, inputs, LOGPROB_OUTPUTS).get()
             for i, (request, _, target) in enumerate(part):
                 entry = self._token_logprobs(found, i, target, counts[i])
                 request.prompt_logprobs.append(entry)

@@ -72,6 +72,11 @@ class PrefixCache:
             self._entries.update(dict.fromkeys(blocks, entry))
         return entry
 
+    def reset(self) -> None:
+        """Forgets every block; those in use remain their users' own."""
+        for entry in list(self.root.children.values()):
+            self._evict(entry.blocks[0])
+
     def check_integrity(self) -> None:
         """Raise RuntimeError unless the tree holds each kept block once, and no other."""
         found, todo = {}, [self.root]

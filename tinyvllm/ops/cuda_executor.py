@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from math import prod
 
 import numpy as np
@@ -75,7 +76,6 @@ class CudaExecutor:
         self._limits = limits
         self._act, self._info, self._loader = act, info, loader
         self._pool, self._stream = pool, stream
-        self._allocations: list[int] = []
         self._arrays: dict[str, DeviceArray] = dict(weights)
         self.plans: dict[str, Plan] = {
             p.name: plan_program(p, limits, act, info)
@@ -83,15 +83,6 @@ class CudaExecutor:
             if not follows(p)
         }
         self.arena_bytes = max(plan.arena_bytes for plan in self.plans.values())
-        self.arena = self._alloc(self.arena_bytes)
-        for p in self._programs.values():
-            for b in p.of_kind(STATE):
-                if b.name not in self._arrays:
-                    self._arrays[b.name] = self._new_array(concrete(b.shape, limits), b.dtype)
-            for name, value in p.constants.items():
-                if name not in self._arrays:
-                    self._arrays[name] = self._new_array(value.shape, DType.F32)
-                    self.write_state(name, value)
         buffers = {
             b.name: b
             for p in self._programs.values()
@@ -99,11 +90,19 @@ class CudaExecutor:
             if b.name not in self._arrays
         }
         self._inputs = InputLayout.of(list(buffers.values()), limits)
-        self._input_region = self._alloc(self._inputs.num_bytes)
-        self._staging = StagingRing(NUM_SLOTS, max(self._inputs.num_bytes, 1))
-        self._outputs = OutputRing(NUM_SLOTS, OUTPUT_SLOT_BYTES)
-        self._prepared = Recent[_LaunchList | GraphExec](MAX_PREPARED, lambda run: run.close())
         self._previous: tuple[Program, Dims] | None = None
+        self._owned = ExitStack()
+        with self._owned as owned:  # after an error nothing is left
+            self.arena = self._alloc(self.arena_bytes)
+            self._new_states()
+            self._input_region = self._alloc(self._inputs.num_bytes)
+            self._staging = StagingRing(NUM_SLOTS, max(self._inputs.num_bytes, 1))
+            owned.callback(self._staging.close)
+            self._outputs = OutputRing(NUM_SLOTS, OUTPUT_SLOT_BYTES)
+            owned.callback(self._outputs.close)
+            self._prepared = Recent[_LaunchList | GraphExec](MAX_PREPARED, lambda run: run.close())
+            owned.callback(self._prepared.clear)
+            self._owned = owned.pop_all()
 
     @property
     def waited(self) -> float:
@@ -125,10 +124,11 @@ class CudaExecutor:
             # Sizes differ from step to step, so this arena lives in stream order.
             plan = plan_program(p, dims, self._act, self._info)
             arena = self._pool.alloc(plan.arena_bytes, self._stream)
-            _LaunchList(self._prepare(p, dims, plan, arena)).run(self._stream)
-            result = self._fetch(p, dims, plan, arena, fetch)
-            self._pool.free(arena, self._stream)
-            return result
+            try:
+                _LaunchList(self._prepare(p, dims, plan, arena)).run(self._stream)
+                return self._fetch(p, dims, plan, arena, fetch)
+            finally:
+                self._pool.free(arena, self._stream)
         key = (program, graph, *dims.values())
         ready = self._prepared.get(key)
         if ready is None:
@@ -172,17 +172,25 @@ class CudaExecutor:
     def close(self) -> None:
         """Waits for the stream and frees everything."""
         self._stream.synchronize()
-        self._outputs.close()
-        self._staging.close()
-        for ptr in self._allocations:
-            self._pool.free(ptr, self._stream)
-        self._allocations.clear()
-        self._prepared.clear()
+        self._owned.close()
 
     def _alloc(self, num_bytes: int) -> int:
+        """An allocation that lives as long as the executor."""
         ptr = self._pool.alloc(max(num_bytes, 1), self._stream)
-        self._allocations.append(ptr)
+        self._owned.callback(self._pool.free, ptr, self._stream)
         return ptr
+
+    def _new_states(self) -> None:
+        """States, all zero, and constants, unless they are on the device already."""
+        for p in self._programs.values():
+            for b in p.of_kind(STATE):
+                if b.name not in self._arrays:
+                    shape = concrete(b.shape, self._limits)
+                    self._arrays[b.name] = self._new_array(shape, b.dtype)
+            for name, value in p.constants.items():
+                if name not in self._arrays:
+                    self._arrays[name] = self._new_array(value.shape, DType.F32)
+                    self.write_state(name, value)
 
     def _new_array(self, shape: tuple[int, ...], dtype: DType | None) -> DeviceArray:
         array = DeviceArray(0, shape, dtype or self._act)
