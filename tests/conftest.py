@@ -10,6 +10,9 @@ import pytest
 # cores (several tests at once, say) that makes the small products of tests many times slower.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from fake_driver import FakeDriver, FakeFunctions
+
+from tinyvllm.driver import calls
 from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.model import smollm2
 from tinyvllm.util import InputError
@@ -49,3 +52,16 @@ def smollm2_gguf() -> Path:
         if "pip" not in str(error):
             raise
         pytest.skip(f"the package that holds SmolLM2 cannot be had: {error}")
+
+
+@pytest.fixture
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """In place of CUDA's, for this test."""
+    driver = FakeDriver()
+    monkeypatch.setattr(calls, "_functions", FakeFunctions(driver))
+    return driver
+
+
+@pytest.fixture
+def fake_stream(fake_driver: FakeDriver) -> Stream:
+    return Stream()

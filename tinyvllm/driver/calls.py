@@ -99,9 +99,9 @@ def call(name: str, *args: Any) -> Any:
         result = _recorder.call(name, args)
     if result[0]:
         raise _error(name, result[0], args)
-    if len(result) == 2:
-        return result[1]
-    return result[1:] or None
+    if len(result) == 1:
+        return None
+    return result[1] if len(result) == 2 else result[1:]
 
 
 def succeeds(name: str, *args: Any, unless: str) -> bool:

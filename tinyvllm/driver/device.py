@@ -145,9 +145,14 @@ class Event(Closing):
 
 
 class Stream(Closing):
-    """An ordered queue of work in the current context, independent of the null stream."""
+    """An ordered queue of work in the current context, independent of the null stream.
+
+    `capturing` says whether work given to it goes into a graph instead of running: `capture` sets
+    it, so that an allocation need not ask the driver.
+    """
 
     def __init__(self) -> None:
+        self.capturing = False
         flag = driver_api().CUstream_flags.CU_STREAM_NON_BLOCKING
         self.handle: Any = call("cuStreamCreate", int(flag))
 
@@ -158,11 +163,6 @@ class Stream(Closing):
     def wait(self, event: Event) -> None:
         """Later work of this stream waits for `event`; the host does not."""
         call("cuStreamWaitEvent", self.handle, event.handle, 0)
-
-    @property
-    def capturing(self) -> bool:
-        """Whether work given to this stream goes into a graph instead of running."""
-        return int(call("cuStreamIsCapturing", self.handle)) != 0
 
     def close(self) -> None:
         if self.handle is not None:

@@ -60,11 +60,14 @@ def capture(stream: Stream) -> Iterator[Graph]:
     mode = driver_api().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     call("cuStreamBeginCapture", stream.handle, mode)
     graph = Graph()
+    stream.capturing = True
     try:
         yield graph
     except BaseException:
         _abandon(stream)
         raise
+    finally:
+        stream.capturing = False
     graph.handle = call("cuStreamEndCapture", stream.handle)
 
 

@@ -253,7 +253,7 @@ class LLMEngine:
     def _check_awake(self) -> None:
         self._check_open()
         if self._sleeping:
-            raise InputError("the engine sleeps and takes no requests: call wake_up() first")
+            raise RuntimeError("the engine sleeps and takes no requests: call wake_up() first")
 
     def _tokenize(self, request_id: str, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

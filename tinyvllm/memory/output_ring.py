@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -60,7 +61,12 @@ class OutputRing(Closing):
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.waited = 0.0
-        self._free = deque(_Slot(slot_bytes) for _ in range(num_slots))
+        self._free: deque[_Slot] = deque()
+        with ExitStack() as made:  # after an error none is left
+            made.callback(self.close)
+            for _ in range(num_slots):
+                self._free.append(_Slot(slot_bytes))
+            made.pop_all()
 
     def fetch(self, arrays: Mapping[str, DeviceArray], stream: Stream) -> PendingOutputs:
         """Queues the copies of these (contiguous) arrays to a slot.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.driver.device import Device, Stream
@@ -93,8 +93,7 @@ class DevicePool(Closing):
         self._pool.trim_to(0)
 
     def stats(self) -> PoolStats:
-        usage = asdict(self._pool.usage())
-        return PoolStats(**usage, budget=self.budget, threshold=self.threshold)
+        return PoolStats(**vars(self._pool.usage()), budget=self.budget, threshold=self.threshold)
 
     def close(self) -> None:
         """Waits for the device and returns all memory, also what was not freed."""

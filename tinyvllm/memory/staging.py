@@ -35,7 +35,8 @@ class StagingRing(Closing):
         slot = self._slots[self._next]
         assert not slot.held, "every slot is held: release one first"
         self._next = (self._next + 1) % len(self._slots)
-        slot.event.synchronize()
+        if not slot.event.query():
+            slot.event.synchronize()
         slot.held = True
         return slot
 
