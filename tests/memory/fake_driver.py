@@ -15,8 +15,8 @@ class FakeDriver:
     """A GPU whose copies run when they are submitted and whose kernels do nothing.
 
     `limit` bytes can be allocated, of which `used` are and `reserved` have been since the last
-    trim; `pinned` pieces of host memory are held; `names` are the calls in their order. The
-    allocation number `fail_at` from now on (0: the next), on either side, fails.
+    trim; `pinned` pieces of host memory are held; `names` are the calls in their order. With
+    `fail_at` set, so many allocations on either side succeed, and none after them.
     """
 
     def __init__(self):

@@ -1,0 +1,232 @@
+"""The CUDA backend: sleep, waking after failures, memory in a step. On a fake driver, and a GPU.
+
+On the fake driver kernels do nothing, so every token is 0; copies and allocations are real.
+"""
+
+import ctypes
+import shutil
+
+import pytest
+from comparison import run as run_queued
+from comparison import tokens_of
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import EngineConfig
+from tinyvllm.driver.calls import recording
+from tinyvllm.engine import cuda_backend
+from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.memory.pool import OutOfMemoryError
+from tinyvllm.util import InputError
+
+SIZES = {
+    "device": "cuda",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 512,
+    "block_size": 8,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SCORED = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=2)
+PROMPTS = [[5 + i, 6, 7, 8, 9, 10, 11, 12, 13] for i in range(3)]
+
+
+def run(engine, prompts, params=GREEDY):
+    return run_queued(engine, prompts, params)
+
+
+class IdleLaunch:
+    def run(self, stream):
+        pass
+
+
+class FakeLoader:
+    """Kernels that do nothing, and so need not be compiled."""
+
+    def __init__(self, device):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def load_all(self, specs):
+        pass
+
+    def prepare(self, launch):
+        return IdleLaunch()
+
+
+@pytest.fixture
+def fake_gpu(fake_driver, monkeypatch):
+    monkeypatch.setattr(cuda_backend, "KernelLoader", FakeLoader)
+    fake_driver.limit = 256 << 20
+    return fake_driver
+
+
+@pytest.fixture
+def model(golden, tmp_path):
+    """A copy of a golden model, whose files a test may move away."""
+    return shutil.copytree(golden / "llama_bias", tmp_path / "model")
+
+
+@pytest.fixture
+def engine(fake_gpu, model):
+    opened = LLMEngine(EngineConfig(model=str(model), **SIZES))
+    yield opened
+    opened.close()
+    assert (fake_gpu.used, fake_gpu.pinned, fake_gpu.blocks) == (0, 0, {})
+
+
+def weights(engine):
+    """The bytes of all weights, as they lie on the (fake) device."""
+    return ctypes.string_at(engine.backend._base, engine.backend.memory.weights)
+
+
+def held(driver):
+    return driver.used, driver.pinned
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_all_and_waking_brings_the_weights_back(engine, fake_gpu, level):
+    before, bits = held(fake_gpu), weights(engine)
+    assert len(set(bits)) > 100
+    want = tokens_of(run(engine, PROMPTS))
+    executor = engine.backend.executor
+    for _ in range(2):
+        engine.sleep(level)
+        assert engine.is_sleeping()
+        assert held(fake_gpu) == (0, 1 if level == 1 else 0)
+        assert engine.backend.device.mem_info()[0] == fake_gpu.limit, "trimmed"
+        engine.wake_up()
+        assert held(fake_gpu) == before
+        assert weights(engine) == bits
+        assert engine.backend.executor is not executor
+        assert tokens_of(run(engine, PROMPTS)) == want
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_waking_that_runs_out_of_memory_anywhere_may_be_tried_again(engine, fake_gpu, level):
+    bits = weights(engine)
+    engine.sleep(level)
+    asleep = held(fake_gpu)
+    failures = 0
+    while engine.is_sleeping():
+        fake_gpu.fail_at, fake_gpu.limit = failures, 256 << 20
+        try:
+            engine.wake_up()
+        except RuntimeError as error:
+            assert "OUT_OF_MEMORY" in str(error) or "out of device memory" in str(error)
+            assert held(fake_gpu) == asleep and fake_gpu.reserved == 0
+            with pytest.raises(RuntimeError, match=r"call wake_up\(\) first"):
+                run(engine, PROMPTS)
+            failures += 1
+    fake_gpu.fail_at = None
+    assert failures > 10
+    assert weights(engine) == bits
+    run(engine, PROMPTS)
+
+
+def test_waking_without_the_files_may_be_tried_again(engine, fake_gpu, model):
+    want = weights(engine)
+    engine.sleep(2)
+    model.rename(model.parent / "away")
+    with pytest.raises(InputError, match=str(model)):
+        engine.wake_up()
+    assert engine.is_sleeping() and held(fake_gpu) == (0, 0)
+    (model.parent / "away").rename(model)
+    engine.wake_up()
+    assert weights(engine) == want
+    run(engine, PROMPTS)
+
+
+def test_weights_that_cannot_be_pinned_leave_it_awake(engine, fake_gpu):
+    before = held(fake_gpu)
+    fake_gpu.fail_at = 0
+    with pytest.raises(OutOfMemoryError, match=r"no room in pinned host memory.*level=2"):
+        engine.sleep(1)
+    assert not engine.is_sleeping() and held(fake_gpu) == before
+    fake_gpu.fail_at = None
+    run(engine, PROMPTS)
+    engine.sleep(2)
+
+
+def test_asleep_it_can_be_closed(engine):
+    engine.sleep(1)
+
+
+def test_steps_in_flight_after_the_last_end_are_no_hindrance(engine):
+    """A request that ends by a token leaves a step behind, launched before that was known."""
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[0])
+    run(engine, PROMPTS, params)
+    assert engine._running, "nothing is in flight: the test shows nothing"
+    engine.sleep()
+    engine.wake_up()
+    run(engine, PROMPTS)
+
+
+@pytest.mark.parametrize("side", ["device", "host"])
+def test_a_step_that_finds_no_memory_ends_with_an_error_and_the_engine_goes_on(
+    engine, fake_gpu, side
+):
+    """The arena of the scores, or the pinned memory of their fetch, is refused."""
+    if side == "host":
+        engine.backend.executor._outputs.slot_bytes = 0  # every fetch gets a slot of its own
+    before = held(fake_gpu)
+    run(engine, PROMPTS, SCORED)
+    assert held(fake_gpu) == before
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, SCORED)
+    fake_gpu.fail_at = 0 if side == "device" else 2  # after those of the tokens and of the arena
+    with pytest.raises(RuntimeError, match=r"out of device memory|cuMemHostAlloc.*OUT_OF_MEMORY"):
+        engine.step()
+    aborted = engine.abort_all()
+    assert [output.outputs[0].finish_reason for output in aborted] == ["abort"] * 3
+    assert held(fake_gpu) == before
+    fake_gpu.fail_at = None
+    assert tokens_of(run(engine, PROMPTS, SCORED)) == [[0] * 6] * 3
+
+
+def calls_by_step(engine, num_steps):
+    """Names of the driver calls of each of so many decode steps that are like those before."""
+    params = SamplingParams(temperature=0, max_tokens=num_steps + 16, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    for _ in range(8):
+        engine.step()
+    steps = []
+    for _ in range(num_steps):
+        with recording() as recorder:
+            engine.step()
+        steps.append([(call.name, call.phase) for call in recorder.calls])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return steps
+
+
+def check_decode_path(steps):
+    """No allocation, at most one wait; a graph is launched, not captured."""
+    for calls in steps:
+        names = [name for name, _ in calls]
+        allocations = [n for n in names if "Alloc" in n or "Free" in n or "HostRegister" in n]
+        assert not allocations
+        waits = [n for n in names if n.endswith("Synchronize")]
+        assert len(waits) <= 1 and set(waits) <= {"cuEventSynchronize"}
+        assert names.count("cuGraphLaunch") == 1 and not any("Capture" in n for n in names)
+
+
+def test_decode_steps_allocate_nothing_and_wait_once(engine):
+    check_decode_path(calls_by_step(engine, 40))
+
+
+def test_reuse_attributes_reach_the_pool(fake_gpu, model):
+    options = {
+        "pool_reuse_follow_event_dependencies": "REUSE_FOLLOW_EVENT_DEPENDENCIES",
+        "pool_reuse_allow_opportunistic": "REUSE_ALLOW_OPPORTUNISTIC",
+        "pool_reuse_allow_internal_dependencies": "REUSE_ALLOW_INTERNAL_DEPENDENCIES",
+    }
+    for off in (None, *options):
+        with LLM(str(model), **SIZES, **({off: False} if off else {})):
+            have = fake_gpu.pool_attributes
+            assert {o: bool(have[a]) for o, a in options.items()} == {o: o != off for o in options}
