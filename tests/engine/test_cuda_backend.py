@@ -4,6 +4,7 @@ On the fake driver kernels do nothing, so every token is 0; copies and allocatio
 """
 
 import ctypes
+import random
 import shutil
 
 import pytest
@@ -230,3 +231,113 @@ def test_reuse_attributes_reach_the_pool(fake_gpu, model):
         with LLM(str(model), **SIZES, **({off: False} if off else {})):
             have = fake_gpu.pool_attributes
             assert {o: bool(have[a]) for o, a in options.items()} == {o: o != off for o in options}
+
+
+def test_what_a_step_needs_is_reserved_at_the_start(engine, fake_gpu):
+    reserved = fake_gpu.reserved
+    run(engine, PROMPTS, SCORED)
+    assert fake_gpu.reserved == reserved < engine.backend.memory.threshold
+
+
+# --- on a GPU
+
+
+@pytest.fixture
+def open_gpu_engine(golden):
+    """Opens engines on the GPU by their options, and closes them."""
+    engines = []
+
+    def open_one(**options):
+        options = {"model": str(golden / "llama_bias"), **SIZES, **options}
+        engines.append(LLMEngine(EngineConfig(**options)))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.gpu
+def test_decode_steps_on_a_gpu_allocate_nothing_and_wait_once(open_gpu_engine):
+    check_decode_path(calls_by_step(open_gpu_engine(max_model_len=2048), 200))
+
+
+@pytest.mark.gpu
+def test_reserved_memory_is_constant_over_a_thousand_mixed_steps(open_gpu_engine):
+    """Prompts in chunks with decodes, scores of prompts, row lists, samples, preemptions."""
+    engine = open_gpu_engine(num_gpu_blocks_override=90, max_num_batched_tokens=64)
+    pool, stream, rng = engine.backend.pool, engine.backend.stream, random.Random(0)
+    kinds = [
+        {"temperature": 0},
+        {"prompt_logprobs": 5},
+        {"repetition_penalty": 1.2, "logit_bias": {9: 1.0}, "logprobs": 3},
+        {"n": 2, "top_p": 0.9, "seed": 1},
+    ]
+    reserved, num_mixed, num_requests = {pool.stats().reserved}, 0, 0
+    schedule = engine.scheduler.schedule
+
+    def counted():
+        nonlocal num_mixed
+        step = schedule()
+        num_mixed += bool(step and step.num_decodes and step.prefill_rows)
+        return step
+
+    engine.scheduler.schedule = counted
+    with recording() as recorder:
+        for _ in range(1000):
+            if len(engine.scheduler.waiting) < 3:
+                prompt = [rng.randrange(3, 512) for _ in range(rng.randint(1, 200))]
+                params = SamplingParams(
+                    **rng.choice(kinds), max_tokens=rng.randint(1, 30), ignore_eos=True
+                )
+                engine.add_request(str(num_requests), {"prompt_token_ids": prompt}, params)
+                num_requests += 1
+            engine.step()
+            reserved.add(pool.stats().reserved)
+    engine.abort_all()
+    assert num_mixed > 100
+    assert reserved == {pool.stats().reserved_high} and reserved.pop() <= pool.threshold
+    calls = {}
+    for call in recorder.calls:
+        calls.setdefault(call.name, []).append(call.args)
+    assert "cuCtxSynchronize" not in calls and "cuStreamSynchronize" not in calls
+    assert not {"cuMemAlloc", "cuMemFree", "cuMemPoolTrimTo"} & calls.keys()
+    allocations, frees = calls["cuMemAllocFromPoolAsync"], calls["cuMemFreeAsync"]
+    assert len(allocations) == len(frees) > 20
+    streams = {args[-1] for args in (*allocations, *frees)}
+    assert streams == {int(stream.handle)}, "temporaries come and go in the stream's order"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_is_seen_in_the_free_memory_of_the_device(open_gpu_engine, device, level):
+    engine = open_gpu_engine(model="llama-3.2-1b", load_format="dummy", max_num_seqs=8)
+    prompts = [[5 + i] * 40 for i in range(3)]
+    want = tokens_of(run(engine, prompts))
+    reserved, free = engine.backend.pool.stats().reserved, device.mem_info()[0]
+    assert reserved > engine.backend.memory.weights > 2 << 30
+    for _ in range(2):
+        engine.sleep(level)
+        assert engine.backend.pool.stats().reserved == 0
+        assert device.mem_info()[0] >= free + 0.98 * reserved
+        engine.wake_up()
+        assert engine.backend.pool.stats().reserved == reserved
+        assert tokens_of(run(engine, prompts)) == want
+
+
+@pytest.mark.gpu
+def test_a_step_over_the_budget_ends_with_an_error_and_the_engine_goes_on(
+    open_gpu_engine, monkeypatch
+):
+    engine = open_gpu_engine()
+    want = tokens_of(run(engine, PROMPTS, SCORED))
+    used = engine.backend.pool.stats().used
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, SCORED)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend.pool, "budget", used)
+        with pytest.raises(OutOfMemoryError, match="gpu_memory_utilization"):
+            engine.step()
+    engine.abort_all()
+    assert engine.backend.pool.stats().used == used
+    assert tokens_of(run(engine, PROMPTS, SCORED)) == want

@@ -1,7 +1,15 @@
+import statistics
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from fake_driver import NOT_READY
 
+from tinyvllm.driver.calls import CudaError, recording
+from tinyvllm.driver.device import Event, Stream
+from tinyvllm.driver.graph import capture
+from tinyvllm.driver.memory import MemPool, copy_to_host, memset
 from tinyvllm.memory.pool import DevicePool, OutOfMemoryError
 
 MIB = 1 << 20
@@ -39,6 +47,31 @@ def test_out_of_memory_after_the_trim_is_one_error(pool, fake_driver, fake_strea
     assert pool.alloc(10 * MIB, fake_stream)  # the failure is not counted as in use
 
 
+def test_an_allocation_and_its_free_are_one_call_each(pool, fake_driver, fake_stream):
+    pool.free(pool.alloc(MIB, fake_stream), fake_stream)
+    fake_driver.names.clear()
+    pool.free(pool.alloc(MIB, fake_stream), fake_stream)
+    assert fake_driver.names == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync"]
+
+
+def test_other_errors_are_passed_on_at_once(pool, fake_driver, fake_stream):
+    fake_driver.cuMemAllocFromPoolAsync = lambda *args: (NOT_READY, None)
+    with pytest.raises(CudaError, match="NOT_READY"):
+        pool.alloc(MIB, fake_stream)
+    assert "cuMemPoolTrimTo" not in fake_driver.names
+
+
+def test_no_allocation_while_the_stream_is_captured(pool, fake_driver, fake_stream):
+    with pytest.raises(RuntimeError, match="allocated before its capture"), capture(fake_stream):
+        pool.alloc(MIB, fake_stream)
+    assert fake_driver.used == 0
+    assert pool.alloc(MIB, fake_stream), "the capture is over"
+    with capture(fake_stream) as graph:
+        pass
+    graph.close()
+    assert pool.alloc(MIB, fake_stream)
+
+
 def test_close_frees_what_is_left(pool, fake_driver, fake_stream):
     pool.alloc(MIB, fake_stream)
     pool.free(pool.alloc(MIB, fake_stream), fake_stream)
@@ -70,3 +103,96 @@ def test_budget_on_the_device(device, stream):
         pool.free(ptr, stream)
         pool.free(pool.alloc(64 * MIB, stream), stream)
         stream.synchronize()
+
+
+@pytest.mark.gpu
+def test_an_allocation_with_its_free_takes_at_most_2_5_microseconds(device, stream):
+    times = []
+    with DevicePool(device, 256 * MIB) as pool:
+        for _ in range(30):
+            stream.synchronize()
+            start = time.perf_counter()
+            for _ in range(500):
+                pool.free(pool.alloc(MIB, stream), stream)
+            times.append((time.perf_counter() - start) / 500)
+    print(f"pool allocation + free: {statistics.median(times) * 1e6:.2f} us")
+    assert statistics.median(times) <= 2.5e-6
+
+
+SIZE = 64 * MIB  # of the buffers below
+FLAGS = ("follow_event_dependencies", "allow_opportunistic", "allow_internal_dependencies")
+
+
+def keep_busy(ptr, stream):
+    """Some milliseconds of work, which takes the host less to submit."""
+    for _ in range(500):
+        memset(ptr, 1, SIZE, stream)
+
+
+@pytest.mark.gpu
+def test_memory_freed_on_one_stream_is_reused_on_the_other_without_a_wait_of_the_host(
+    device, stream
+):
+    """The pool holds one buffer: the second stream gets the first one's, ordered by an event."""
+    with Stream() as other, Event() as freed, DevicePool(device, SIZE) as pool:
+        first = pool.alloc(SIZE, stream)
+        keep_busy(first, stream)
+        with recording() as recorder:
+            pool.free(first, stream)
+            freed.record(stream)
+            other.wait(freed)
+            second = pool.alloc(SIZE, other)
+        assert not freed.query(), "the first stream still works: the host has not waited for it"
+        assert second == first
+        assert [call.name for call in recorder.calls] == [
+            "cuMemFreeAsync",
+            "cuEventRecord",
+            "cuStreamWaitEvent",
+            "cuMemAllocFromPoolAsync",
+        ]
+        memset(second, 7, SIZE, other)
+        values = np.empty(SIZE, np.uint8)
+        copy_to_host(values, second, other)
+        other.synchronize()
+        assert freed.query() and (values == 7).all(), "written after the work of the first stream"
+        pool.free(second, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("flag", "event", "done", "max_bytes", "reused"),
+    [
+        ("follow_event_dependencies", True, False, 2 * SIZE, True),
+        (None, True, False, 2 * SIZE, False),
+        ("allow_opportunistic", False, True, 2 * SIZE, True),
+        ("allow_opportunistic", False, False, 2 * SIZE, False),
+        ("allow_internal_dependencies", False, False, SIZE, True),
+        (None, False, False, SIZE, None),  # None: out of memory
+    ],
+)
+def test_each_reuse_attribute_alone(device, stream, flag, event, done, max_bytes, reused):
+    """Whether a stream gets what the other has freed: told by an event, seen done, or neither."""
+    flags = {f"reuse_{name}": name == flag for name in FLAGS}
+    with (
+        Stream() as other,
+        Event() as freed,
+        MemPool(device, max_bytes, max_bytes=max_bytes, **flags) as pool,
+    ):
+        first = pool.alloc(SIZE, stream)
+        keep_busy(first, stream)
+        pool.free(first, stream)
+        freed.record(stream)
+        if event:
+            other.wait(freed)
+        while done and not freed.query():
+            pass
+        if reused is None:
+            with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+                pool.alloc(SIZE, other)
+        else:
+            second = pool.alloc(SIZE, other)
+            assert done or not freed.query(), "too little work to tell"
+            assert (second == first) == reused
+            pool.free(second, other)
+        stream.synchronize()
+        other.synchronize()

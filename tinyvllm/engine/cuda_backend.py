@@ -123,6 +123,9 @@ class CudaBackend:
                 stream=self.stream,
             )
             stack.callback(executor.close)
+            # Reserved now, so that the pool does not grow when a step first needs temporaries.
+            temporaries = self.pool.alloc(self.memory.temporaries, self.stream)
+            self.pool.free(temporaries, self.stream)
             self.executor = executor
             self._awake = stack.pop_all()
 

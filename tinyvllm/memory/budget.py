@@ -110,18 +110,20 @@ def plan_memory(
     if wanted > fitting:
         raise InputError(
             f"the model does not fit: {wanted} KV blocks are needed, and "
-            f"{format_bytes(-plan.unused)} are missing\n{plan.table()}\n{_advice(plan)}"
+            f"{format_bytes(-plan.unused)} are missing\n{plan.table()}\n{_advice(plan, override)}"
         )
     return plan
 
 
-def _advice(plan: MemoryPlan) -> str:
+def _advice(plan: MemoryPlan, override: int | None) -> str:
     if plan.weights > plan.free:
         return "The weights alone exceed the free memory: use a smaller model or a larger GPU."
     advice = (
         "Lower max_num_batched_tokens or max_num_seqs (arenas, state, temporaries) or "
         "max_model_len (KV blocks), or free memory that other programs hold on this GPU"
     )
+    if override is not None:
+        advice = f"Lower num_gpu_blocks_override (now {override}). " + advice
     if plan.gpu_memory_utilization < 1:
         advice = f"Raise gpu_memory_utilization (now {plan.gpu_memory_utilization}). " + advice
     return advice + "."

@@ -1,4 +1,4 @@
-"""What a backend is built from: the memory plan, the programs, dummy weights in place."""
+"""How an engine is sized; and dummy weights, made in the places that its programs give them."""
 
 import dataclasses
 
@@ -71,6 +71,25 @@ def test_a_small_gpu_shortens_the_context_unless_it_was_asked_for():
         plan(6, max_model_len=131072)
     with pytest.raises(InputError, match="weights alone exceed"):
         plan(2)
+
+
+def test_num_gpu_blocks_override_is_taken_as_it_is():
+    memory, max_model_len = plan(139, num_gpu_blocks_override=100)
+    assert (memory.num_blocks, max_model_len) == (100, 1600)
+    memory, max_model_len = plan(139, num_gpu_blocks_override=100_000, max_num_seqs=1)
+    assert (memory.num_blocks, max_model_len) == (100_000, LLAMA.max_position_embeddings)
+    memory, _ = plan(139, num_gpu_blocks_override=64, max_model_len=1024)
+    assert memory.num_blocks == 64
+    cpu, _ = plan(139, primitive=True, num_gpu_blocks_override=100)
+    assert cpu.num_blocks == 100
+
+
+def test_num_gpu_blocks_override_that_does_not_fit_is_an_error():
+    message = r"num_gpu_blocks_override=63: .*max_model_len=1024 tokens needs 64 KV blocks"
+    with pytest.raises(InputError, match=message):
+        plan(139, num_gpu_blocks_override=63, max_model_len=1024)
+    with pytest.raises(InputError, match=r"300000 KV blocks are needed(.|\n)*num_gpu_blocks_overr"):
+        plan(139, num_gpu_blocks_override=300_000)
 
 
 def test_lower_limits_need_less():
