@@ -24,8 +24,10 @@ class CompletionOutput:
 
     cumulative_logprob: sum over the generated tokens; None unless logprobs were asked for.
     logprobs: one entry a generated token; None unless asked for.
-    finish_reason: "stop", "length" or "abort"; None while it runs.
-    stop_reason: the id in `stop_token_ids` or the string in `stop` that ended it; else None.
+    finish_reason: "stop", "length", "abort" or, when the device failed this request alone, "error";
+        None while it runs.
+    stop_reason: the id in `stop_token_ids` or the string in `stop` that ended it; the message of
+        an error; else None.
     With `LLM.stream` text, token_ids and logprobs are only what is new.
     """
 

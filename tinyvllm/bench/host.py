@@ -11,6 +11,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.budget import plan_memory
+from tinyvllm.memory.swapper import Swapper
 from tinyvllm.ops.executor import Executor
 from tinyvllm.ops.numpy_executor import NumpyResult
 
@@ -50,6 +51,7 @@ class NullBackend:
     device_name: str = "nothing"
     asynchronous: bool = True
     max_model_len: int = 1024
+    swapper: Swapper | None = None
 
     def __init__(self, config: EngineConfig, batch: int) -> None:
         self.executor: Executor = NullExecutor()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tinyvllm.driver.calls import call, driver_api
+from tinyvllm.driver.calls import call, driver_api, succeeds
 from tinyvllm.driver.device import Device, Stream
-from tinyvllm.util import Closing
+from tinyvllm.util import Closing, logger
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,42 @@ def copy_to_host(dst: np.ndarray, src: int, stream: Stream) -> None:
 def copy_device(dst: int, src: int, num_bytes: int, stream: Stream) -> None:
     """Copies `num_bytes` from device address `src` to `dst`, in the stream."""
     call("cuMemcpyDtoDAsync", dst, src, num_bytes, stream.handle)
+
+
+class BatchCopy:
+    """Many copies between pinned and device memory in one call, where the driver can."""
+
+    def __init__(self) -> None:
+        cu = driver_api()
+        self._attributes = cu.CUmemcpyAttributes()
+        # Sources are read when the stream gets there, as by any other copy.
+        self._attributes.srcAccessOrder = (
+            cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        )
+        self._supported = True
+
+    def __call__(self, pieces: Sequence[tuple[int, int, int]], stream: Stream) -> None:
+        """Queues the copies (target address, source address, bytes), in no order among them."""
+        if self._supported:
+            pointer = driver_api().CUdeviceptr
+            targets, sources, sizes = zip(*pieces, strict=True)
+            self._supported = succeeds(
+                "cuMemcpyBatchAsync",
+                [pointer(address) for address in targets],
+                [pointer(address) for address in sources],
+                list(sizes),
+                len(pieces),
+                [self._attributes],
+                [0],
+                1,
+                stream.handle,
+                unless="CUDA_ERROR_NOT_SUPPORTED",
+            )
+            if self._supported:
+                return
+            logger.info("the driver has no batches of copies here: they go one by one")
+        for target, source, num_bytes in pieces:
+            call("cuMemcpyAsync", target, source, num_bytes, stream.handle)
 
 
 def copy_2d_to_device(

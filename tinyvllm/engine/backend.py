@@ -9,6 +9,7 @@ from tinyvllm.driver.device import cuda_unavailable
 from tinyvllm.engine.cpu_backend import CpuBackend
 from tinyvllm.engine.cuda_backend import CudaBackend
 from tinyvllm.memory.budget import MemoryPlan
+from tinyvllm.memory.swapper import Swapper
 from tinyvllm.model.hub import LocalModel
 from tinyvllm.ops.executor import Executor
 from tinyvllm.util import InputError, logger
@@ -26,6 +27,7 @@ class Backend(Protocol):
     max_model_len: int
     limits: dict[str, int]  # largest sizes of a run
     memory: MemoryPlan
+    swapper: Swapper | None  # None: preempted sequences are always computed again
 
     def enter(self) -> None:
         """Comes before work that a thread gives the device."""
@@ -34,7 +36,7 @@ class Backend(Protocol):
     def sleep(self, level: int) -> None:
         """Gives the device's memory back. Level 1 keeps the weights on the host, level 2 does not.
 
-        No run may be under way. After an error it is awake as before.
+        No run and no copy of a block may be under way. After an error it is awake as before.
         """
         ...
 

@@ -68,7 +68,7 @@ def build_batch(step: ScheduledStep, engine_seed: int, limits: Mapping[str, int]
     graph serves many steps.
     """
     if step.num_decodes == len(step.rows):
-        return _decode_batch(step, limits)
+        return _decode_batch(step, engine_seed, limits)
     rows = step.rows
     prefill = step.prefill_rows
     prompt_ids = np.full(step.num_tokens, -1, np.int32)  # -1: the row's own last token
@@ -118,20 +118,22 @@ def take_excess_edits(step: ScheduledStep, capacity: int) -> list[dict[str, np.n
     return runs
 
 
-def _decode_batch(step: ScheduledStep, limits: Mapping[str, int]) -> Batch:
+def _decode_batch(step: ScheduledStep, engine_seed: int, limits: Mapping[str, int]) -> Batch:
     rows = step.rows
     bucket = row_bucket(len(rows), limits["R"])
     slots = np.full(bucket, -1, np.int32)
     slots[: len(rows)] = [row.slot for row in rows]
     counting, minus_one = _constants(bucket)
     inputs = {
-        "edit_counts": np.array([0, len(step.new_blocks)], np.int32),
+        "edit_counts": np.array([len(step.joins), len(step.new_blocks)], np.int32),
         "batch_slots": slots,
         "query_start": counting,
         "sample_rows": counting[:-1],
         "block_edits": np.array(step.new_blocks, np.int32).reshape(-1, BLOCK_EDIT_WORDS),
         "prompt_ids": minus_one,
     }
+    if step.joins:  # declared before the others: without it the copy is shorter
+        inputs["row_edits"] = _row_edits(step.joins, engine_seed)
     dims = {"T": bucket, "R": bucket, "R1": bucket + 1, "S": bucket, "D": bucket, "Q": 0}
     dims["C"] = size_class(step.longest_context, MIN_CONTEXT_CLASS)
     return Batch(dims, inputs)
@@ -150,6 +152,7 @@ def _row_edits(joins: list[ScheduledRow], engine_seed: int) -> np.ndarray:
         request, params = row.request, row.request.params
         seed = request_seed(request, engine_seed)
         edit["slot"], edit["position"] = row.slot, row.start
+        edit["token"] = request.tokens(row.start, row.start + 1)[0]
         edit["temperature"] = params.temperature
         edit["seed"] = seed & 0xFFFFFFFF, seed >> 32
         edit["top_k"], edit["top_p"], edit["min_p"] = (

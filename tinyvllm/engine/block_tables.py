@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from tinyvllm.engine.request import Request
+from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.memory.prefix_cache import PrefixCache
 
@@ -52,7 +54,10 @@ class BlockTables:
             plan = Plan(last, [table[:full] for table in parent.block_ids])
             if last % size:
                 plan.copied = [table[full] for table in parent.block_ids]
-        elif self.cache is not None and request.may_share:
+        # What a swapped request had to see of its tokens it has seen.
+        elif self.cache is not None and (
+            request.may_share or request.status is RequestStatus.SWAPPED
+        ):
             path = self.cache.lookup(request.tokens(0, last))
             shared = [[entry.blocks[group] for entry in path] for group in range(groups)]
             plan = Plan(len(path) * size, shared)
@@ -99,6 +104,29 @@ class BlockTables:
             for index, block in enumerate(taken, start=have):
                 new_blocks.append((group, request.slot, index, block))
 
+    def entries(self, request: Request) -> list[TableEntry]:
+        """All entries of a request's tables."""
+        assert request.slot is not None
+        return [
+            (group, request.slot, index, block)
+            for group, table in enumerate(request.block_ids)
+            for index, block in enumerate(table)
+        ]
+
+    def num_shared(self, request: Request, copying: Mapping[int, int]) -> int:
+        """The first entries of a request's tables that the prefix cache has and others use too.
+
+        copying: how many of the users of a block are copies.
+        """
+        if self.cache is None:
+            return 0
+
+        def shared(row: tuple[int, ...]) -> bool:
+            users = (self.blocks.ref_count(b) - copying.get(b, 0) for b in row)
+            return all(map(self.blocks.is_kept, row)) and min(users) > 1
+
+        return sum(1 for _ in takewhile(shared, zip(*request.block_ids, strict=True)))
+
     def keep(self, request: Request, num_tokens: int) -> None:
         """Offers the full blocks of a request's first `num_tokens` tokens to the prefix cache.
 
@@ -122,12 +150,15 @@ class BlockTables:
         request.block_ids = []
         request.cached_block = None
 
-    def check_integrity(self, requests: list[Request]) -> None:
-        """Raise RuntimeError unless the requests hold all blocks in use, and keep what is kept."""
+    def check_integrity(self, requests: list[Request], num_others: int = 0) -> None:
+        """Raise RuntimeError unless the requests hold all blocks in use, and keep what is kept.
+
+        num_others: users of blocks besides the requests.
+        """
         self.blocks.check_integrity()
-        held = [block for request in requests for table in request.block_ids for block in table]
+        held = sum(len(table) for request in requests for table in request.block_ids)
         references = sum(map(self.blocks.ref_count, range(self.blocks.num_blocks)))
-        if len(held) != references:
-            raise RuntimeError(f"requests hold {len(held)} blocks, counted {references}")
+        if held != references - num_others:
+            raise RuntimeError(f"requests hold {held} blocks, counted {references - num_others}")
         if self.cache is not None:
             self.cache.check_integrity()

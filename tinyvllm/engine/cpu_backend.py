@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine.sizing import engine_limits, engine_programs, model_dtype, plan_engine
+from tinyvllm.engine.sizing import (
+    engine_limits,
+    engine_programs,
+    model_dtype,
+    plan_engine,
+    swap_space,
+)
+from tinyvllm.memory.numpy_swapper import NumpySwapper
 from tinyvllm.model.hub import LocalModel
 from tinyvllm.model.weights import check_weights, load_numpy
 from tinyvllm.ops.executor import Executor
@@ -35,9 +42,13 @@ class CpuBackend:
             device=None,
         )
         self.limits = engine_limits(config, self.max_model_len, self.memory.num_blocks)
+        space = swap_space(config, self.memory.block_bytes)
+        self.swapper = NumpySwapper(space) if space is not None else None
         self._weights: dict[str, np.ndarray] = {}  # empty: dropped, or not read yet
         self.executor: Executor
         self.wake_up()
+        if self.swapper is not None and config.pin_swap_space:
+            self.swapper.reserve(self.swapper.space.num_slabs)
 
     def enter(self) -> None:
         """Any thread may use the arrays."""
@@ -59,10 +70,14 @@ class CpuBackend:
             for b in p.of_kind(STATE)
         }
         self.executor = NumpyExecutor(self._programs, weights, states, self.limits)
+        if self.swapper is not None:
+            self.swapper.attach(states["kv_cache"])
         self._weights = weights
 
     def close(self) -> None:
         """Drops all arrays."""
+        if self.swapper is not None:
+            self.swapper.close()
         self.executor.close()
         self._weights = {}
 

@@ -10,7 +10,14 @@ from tinyvllm.driver.calls import CudaError
 from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.kernel import KernelLoader
 from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host
-from tinyvllm.engine.sizing import engine_limits, engine_programs, model_dtype, plan_engine
+from tinyvllm.engine.sizing import (
+    engine_limits,
+    engine_programs,
+    model_dtype,
+    plan_engine,
+    swap_space,
+)
+from tinyvllm.memory.cuda_swapper import CudaSwapper
 from tinyvllm.memory.pool import DevicePool, OutOfMemoryError
 from tinyvllm.memory.upload import CopyJob, Uploader
 from tinyvllm.model.hub import LocalModel
@@ -34,7 +41,7 @@ class CudaBackend:
     """See `Backend`. `index` is the GPU's number.
 
     Everything that lies in the pool, or knows an address in it, is opened by `_open` and closed
-    when the backend goes to sleep.
+    when the backend goes to sleep. What is pinned of the swap space stays so.
     """
 
     asynchronous: bool = True
@@ -74,7 +81,14 @@ class CudaBackend:
                 )
             )
             self._loader = stack.enter_context(KernelLoader(self.device))
+            space = swap_space(config, self.memory.block_bytes)
+            self.swapper: CudaSwapper | None = None
+            if space is not None:
+                self.swapper = stack.enter_context(CudaSwapper(space, self.stream))
             self._open(self._read_weights)
+            stack.callback(self._awake.close)  # after an error; otherwise it is closed before
+            if self.swapper is not None and config.pin_swap_space:
+                self.swapper.reserve(self.swapper.space.num_slabs)
             self._resources = stack.pop_all()
 
     def enter(self) -> None:
@@ -126,6 +140,9 @@ class CudaBackend:
             # Reserved now, so that the pool does not grow when a step first needs temporaries.
             temporaries = self.pool.alloc(self.memory.temporaries, self.stream)
             self.pool.free(temporaries, self.stream)
+            if self.swapper is not None:
+                self.swapper.attach(executor.array("kv_cache"))
+                stack.callback(self.swapper.detach)
             self.executor = executor
             self._awake = stack.pop_all()
 

@@ -46,12 +46,15 @@ class LLMEngine:
             scheduling_policy=config.scheduling_policy,
             preemption_threshold=config.preemption_threshold,
             enable_prefix_caching=config.enable_prefix_caching,
+            swapper=self.backend.swapper,
+            preemption_mode=config.preemption_mode,
         )
         self._runner = ModelRunner(
             self.backend, self.tokenizer, seed=config.seed, enforce_eager=config.enforce_eager
         )
         self._outputs = OutputProcessor(self.tokenizer)
         self._running: deque[RunningStep] = deque()
+        self._last_end = 0.0  # time.perf_counter() when the last step had ended
         self._closed = False
         self._sleeping = False
         # Launching step n + 1 before reading the tokens of step n keeps a GPU busy while the host
@@ -156,23 +159,38 @@ class LLMEngine:
         self._check_open()
         self.backend.enter()
         scheduled = self.scheduler.schedule()
+        failed = self.scheduler.take_failed()
+        news = self._outputs.outputs(failed, failed) if failed else []
         if scheduled is not None:
             self._running.append(self._runner.launch(scheduled))
             if len(self._running) < self._max_running:
-                return []
+                return news
         if not self._running:
-            return []
-        news = self._take(self._running[0])
+            self.scheduler.wait_for_copy()  # if there are any, all others wait for them
+            return news
+        news += self._take(self._running[0])
         self._running.popleft()
         return news
 
     def _take(self, running: RunningStep) -> list[RequestOutput]:
         tokens = self._runner.finish(running)
+        self._measure(running)
         ended = self.scheduler.update(running.step, tokens)
         touched = [row.request for row in running.step.sampling_rows]
         for request, stop in self._outputs.find_stops(touched):
             self.scheduler.stop(request, stop)
         return self._outputs.outputs(touched, ended)
+
+    def _measure(self, running: RunningStep) -> None:
+        """Counts a step that has just ended, if most of its tokens are of prompts."""
+        now = time.perf_counter()
+        step = running.step
+        num_prompt = step.num_tokens - step.num_decodes
+        if num_prompt > step.num_decodes:
+            # The device began with it after the step before.
+            seconds = now - max(running.launched, self._last_end)
+            self.scheduler.prefill_rate.add(num_prompt, seconds)
+        self._last_end = now
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends every request and forgets the steps under way; returns what there is of each."""
@@ -199,6 +217,7 @@ class LLMEngine:
         start = time.perf_counter()
         self.backend.enter()
         self._discard_running()  # launched before the last ends were known
+        self.scheduler.end_copies()
         self.backend.sleep(level)
         self._sleeping = True
         self.reset_prefix_cache()

@@ -13,10 +13,15 @@ from tinyvllm.util import InputError
 
 
 class RequestStatus(enum.Enum):
-    """WAITING holds no slot and no blocks; RUNNING holds a slot; FINISHED is final."""
+    """What a request holds.
+
+    WAITING: no slot and no blocks. RUNNING: a slot. SWAPPED: no slot, and the copies of its blocks
+    in the swap space, with which it waits. FINISHED: nothing any more.
+    """
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
+    SWAPPED = enum.auto()
     FINISHED = enum.auto()
 
 
@@ -40,11 +45,13 @@ class Request:
         "cumulative_logprob",
         "decoding",
         "finish_reason",
+        "host_block_ids",
         "index",
         "logprobs",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_copies",
         "num_kept_blocks",
         "num_preemptions",
         "num_tokens",
@@ -56,6 +63,7 @@ class Request:
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
+        "returning",
         "row_lists",
         "sampler",
         "slot",
@@ -116,6 +124,10 @@ class Request:
         self.block_ids: list[list[int]] = []  # one table a KV group, all of equal length
         self.num_kept_blocks = 0  # a table's first blocks, offered to the prefix cache
         self.cached_block: CachedBlock | None = None  # the last of these there; None: offers none
+        # Copies of the first blocks of each table in the swap space; [] without any.
+        self.host_block_ids: list[list[int]] = []
+        self.num_copies = 0  # batches of copies of its blocks that are under way
+        self.returning = False  # swapped blocks are on their way to its new ones
         self.num_cached_tokens = 0  # of the prompt, not computed at the first admission
         self.num_preemptions = 0
 

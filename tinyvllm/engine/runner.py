@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -22,9 +23,13 @@ LOGPROB_OUTPUTS = ("target_logprob", "target_rank", "top_ids", "top_logprobs")
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step that the device works on, with its outputs to come."""
+    """A step that the device works on, with its outputs to come.
+
+    launched: time.perf_counter() before its launch.
+    """
 
     step: ScheduledStep
+    launched: float
     tokens: Result
     logprobs: Result | None
 
@@ -54,6 +59,7 @@ class ModelRunner:
     def launch(self, step: ScheduledStep) -> RunningStep:
         """Gives a step's work to the device."""
         executor = self._backend.executor
+        launched = time.perf_counter()
         decode = step.num_decodes == len(step.rows)
         with phase("decode" if decode else "prefill"):
             for row in step.joins:
@@ -74,7 +80,7 @@ class ModelRunner:
                 if not decode:
                     self._score_prompts(step, batch)
                 results.pop_all()
-            return RunningStep(step, tokens, logprobs)
+            return RunningStep(step, launched, tokens, logprobs)
 
     def finish(self, running: RunningStep) -> list[int]:
         """Waits for a step and returns the tokens of its sampling rows.

@@ -6,12 +6,16 @@ from bisect import insort
 from collections.abc import Sequence
 
 from tinyvllm.config import RETURN_MARGIN
+from tinyvllm.driver.calls import CudaError
 from tinyvllm.engine.block_tables import BlockTables
 from tinyvllm.engine.policy import POLICIES, urgency
+from tinyvllm.engine.preemption import RECOMPUTE, SWAP, RateMeter, choose
 from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.engine.step import ScheduledRow, ScheduledStep
+from tinyvllm.engine.swapping import Swaps
 from tinyvllm.memory.blocks import BlockManager
-from tinyvllm.util import InputError
+from tinyvllm.memory.swapper import Swapper
+from tinyvllm.util import InputError, ceil_div, logger
 
 
 class Scheduler:
@@ -23,12 +27,16 @@ class Scheduler:
     * `waiting` is in the order of the policy, and requests are admitted in that order; only
       samples of a prompt that is computed in the same step are passed over.
     * `running` is in order of urgency. When blocks run out its last, so the least urgent and
-      among these the latest arrival, is preempted, whatever the policy: it gives up its blocks
-      and computes all its tokens again later, its output so far included, as if they were its
-      prompt. Nobody is preempted for a less urgent request, or for one that waits.
+      among these the latest arrival, is preempted, whatever the policy: it gives up its blocks.
+      Either they are copied to the swap space, and back on its return; or it computes all its
+      tokens again later, its output so far included, as if they were its prompt. Nobody is
+      preempted for a less urgent request, or for one that waits.
     * Admission, with room for all its tokens, may not carry the share of blocks in use above
       `preemption_threshold`; a preempted request stays `RETURN_MARGIN` below that, so that it
       is not preempted again at once. While nothing else runs, both may use all blocks.
+    * Above that threshold the full blocks of the next one to be preempted are copied out while it
+      runs, so that most of its blocks are free at once. A block that a copy under way needs is
+      not free; a request that waits for one has no row in a step, and nobody else is preempted.
 
     `schedule` needs only counts, never the values of tokens in flight: the next step may be
     scheduled before the tokens of the previous one are passed to `update`. Steps are launched and
@@ -46,6 +54,8 @@ class Scheduler:
         scheduling_policy: str = "fcfs",
         preemption_threshold: float = 0.85,
         enable_prefix_caching: bool = True,
+        swapper: Swapper | None = None,
+        preemption_mode: str = "auto",
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise InputError(
@@ -58,6 +68,10 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.tables = BlockTables(blocks, enable_prefix_caching)
+        self.swaps = Swaps(blocks, swapper)
+        self.preemption_mode = preemption_mode
+        self.num_preemptions = {SWAP: 0, RECOMPUTE: 0}
+        self.prefill_rate = RateMeter()  # tokens of prompts a second; whoever runs the steps adds
         self.order = POLICIES[scheduling_policy]
         self.preemption_threshold = preemption_threshold
         # Blocks in use up to which requests are admitted, and preempted ones return.
@@ -68,6 +82,7 @@ class Scheduler:
         self._prefilling: Request | None = None  # the one that is in the middle of its prompt
         self._requests: dict[str, Request] = {}  # unfinished, by id
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack, slot 0 on top
+        self._failed: list[Request] = []
         self._num_arrivals = 0
         self._num_steps = 0
         # The request that found no room, and how many blocks were in use: nothing is looked up
@@ -115,16 +130,39 @@ class Scheduler:
         return bool(self._requests)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step; None when nothing can run before tokens in flight are updated."""
+        """The next step; None when nothing can run before tokens in flight are updated.
+
+        Or, if none are in flight, before a copy is done: `wait_for_copy`. All steps scheduled
+        before must have been launched, since copies begin after them.
+        """
         step = ScheduledStep()
         self._num_steps += 1
+        if self.swaps.busy:
+            self._end_copies()
+        if self.blocks.num_used > self._admission_limit:
+            self._copy_ahead()
         self._decode(step)
         if self._prefilling is not None:
             self._prefill(step, self._prefilling)
         # After a preemption the cache is full, and nobody overtakes an unfinished prompt.
-        if not step.preempted and self._prefilling is None:
+        if not step.preempted and not step.num_awaited and self._prefilling is None:
             self._admit(step)
         return step if step.rows else None
+
+    def take_failed(self) -> list[Request]:
+        """The requests that have ended since the last call because a copy failed."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def wait_for_copy(self) -> None:
+        """Waits for the oldest copy under way, if any; the next `schedule` makes use of it."""
+        self.swaps.wait()
+
+    def end_copies(self) -> None:
+        """Waits for all copies under way: all blocks without users are free then."""
+        while self.swaps.busy:
+            self.swaps.wait()
+            self._end_copies()
 
     def update(self, step: ScheduledStep, sampled_tokens: Sequence[int]) -> list[Request]:
         """Take the tokens of `step.sampling_rows`, in that order; return the requests that end.
@@ -158,7 +196,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless blocks, slots and queues agree with the requests."""
-        self.tables.check_integrity(self.running)
+        self.tables.check_integrity(self.running, self.swaps.num_references)
+        self.swaps.check_integrity([*self.running, *self.waiting])
         slots = sorted([*self._free_slots, *(r.slot for r in self.running if r.slot is not None)])
         if slots != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots {slots} are not each of 0..{self.max_num_seqs - 1} once")
@@ -179,16 +218,18 @@ class Scheduler:
         # already; the loop ends where the shortened list does.
         for request in self.running:
             if not request.decoding:
-                self._claim_block(request, step)
+                if request.returning:
+                    self._rejoin(request, step)
+                else:
+                    self._claim_block(request, step)
                 continue
             if request.num_tokens == request.max_total_tokens:
                 continue  # its last token is in flight
             start = request.num_computed_tokens
             # The first test is the cheaper one.
             if start % block_size == 0 and start == len(request.block_ids[0]) * block_size:
-                self._preempt_for(request, step)
-                if request.slot is None:
-                    break  # it was the least urgent itself
+                if not self._make_room(request, step):
+                    continue
                 self.tables.grow(request, start + 1, step.new_blocks)
                 step.filled.append((request, request.num_preemptions, start))
             assert request.slot is not None
@@ -198,7 +239,30 @@ class Scheduler:
             request.num_computed_tokens = start + 1
             request.num_tokens += 1
         step.num_decodes = step.num_tokens = len(rows)
-        step.longest_context = longest
+        step.longest_context = max(step.longest_context, longest)
+
+    def _rejoin(self, request: Request, step: ScheduledStep) -> None:
+        """The first token of a swapped request whose blocks are back, if they are.
+
+        The host knows its last token, so it has a decode row, and joins with it.
+        """
+        start = request.num_computed_tokens
+        if request.num_copies:
+            return
+        if start == len(request.block_ids[0]) * self.blocks.block_size:
+            if not self._make_room(request, step):
+                return
+            self.tables.grow(request, start + 1, [])
+        assert request.slot is not None
+        self.swaps.release(request)
+        self.tables.keep(request, start)
+        step.new_blocks += self.tables.entries(request)
+        step.rows.append(ScheduledRow(request, request.slot, start, 1, True))
+        step.joins.append(step.rows[-1])
+        step.longest_context = max(step.longest_context, start + 1)
+        request.num_computed_tokens += 1
+        request.num_tokens += 1
+        request.decoding, request.returning = True, False
 
     def _claim_block(self, request: Request, step: ScheduledStep) -> None:
         """For a prompt that waits for blocks, take one a group from less urgent requests.
@@ -210,8 +274,8 @@ class Scheduler:
             start == len(request.block_ids[0]) * self.blocks.block_size
             and self.blocks.num_free < self.blocks.num_groups
             and request is not self.running[-1]
+            and self._make_room(request, step)
         ):
-            self._preempt_for(request, step)
             self.tables.grow(request, start + 1, step.new_blocks)
 
     def _prefill(self, step: ScheduledStep, request: Request) -> None:
@@ -252,6 +316,8 @@ class Scheduler:
             if not self._begin(request, step):
                 return
             del self.waiting[index]
+            if request.status is RequestStatus.FINISHED or request.returning:
+                continue
             self._prefill(step, request)
             step.joins.append(step.rows[-1])
 
@@ -284,30 +350,132 @@ class Scheduler:
             self._blocked = request, used
             return False
         self._blocked = None
+        swapped = request.status is RequestStatus.SWAPPED
+        num_computed = request.num_computed_tokens
         request.status = RequestStatus.RUNNING
         request.parent = None  # from now on a request like others
         request.slot = self._free_slots.pop()
-        step.block_copies += self.tables.begin(request, plan, step.new_blocks)
         insort(self.running, request, key=urgency)
+        if not swapped:
+            step.block_copies += self.tables.begin(request, plan, step.new_blocks)
+            return True
+        # The device learns of its table when it joins.
+        self.tables.begin(request, plan, [])
+        self.tables.grow(request, num_computed, [])
+        request.num_computed_tokens = num_computed
+        request.returning = True
+        try:
+            self.swaps.copy_in(request, plan.start // self.blocks.block_size)
+        except CudaError as error:
+            self._fail(request, error)
         return True
 
-    def _preempt_for(self, request: Request, step: ScheduledStep) -> None:
-        """Preempt the least urgent, `request` last, until it can take one block a group."""
-        while self.blocks.num_free < self.blocks.num_groups and request.slot is not None:
+    def _copy_ahead(self) -> None:
+        """Copy the full blocks of the next one to be preempted out while it runs.
+
+        All steps that write them have been launched, and nobody writes them again.
+        """
+        victim = self.running[-1] if len(self.running) > 1 else None
+        if victim is None or not victim.decoding or victim.num_copies:
+            return
+        full = victim.num_computed_tokens // self.blocks.block_size
+        have = len(victim.host_block_ids[0]) if victim.host_block_ids else 0
+        if full > have and self._choose(victim, full)[0] == SWAP:
+            self._copy_out(victim, full)
+
+    def _make_room(self, request: Request, step: ScheduledStep) -> bool:
+        """Whether a block a group is free for a running request, now or after preemptions.
+
+        The least urgent are preempted, `request` last. False when it was preempted itself, and
+        when it has to wait for copies after which there are enough free blocks.
+        """
+        need = self.blocks.num_groups
+        while self.blocks.num_free < need:
+            if self.blocks.num_free + self.swaps.num_pending - step.num_awaited >= need:
+                step.num_awaited += need
+                return False
             victim = self.running[-1]
-            self._release(victim)
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request, step: ScheduledStep) -> None:
+        """Take a running request's blocks and let it wait; it ends if they cannot be copied."""
+        num_blocks = ceil_div(victim.num_computed_tokens, self.blocks.block_size)
+        mode, reason = self._choose(victim, num_blocks)
+        if mode == SWAP:
+            if not self._copy_out(victim, num_blocks):
+                mode, reason = RECOMPUTE, "the swap space is smaller than planned"
+            if victim.finished:
+                return
+        logger.info("request %r is preempted: %s, %s", victim.request_id, mode, reason)
+        self.num_preemptions[mode] += 1
+        self._release(victim)
+        victim.decoding = victim.returning = False
+        victim.num_preemptions += 1
+        if mode == SWAP:
+            victim.status = RequestStatus.SWAPPED
+        else:
             victim.status = RequestStatus.WAITING
             victim.num_computed_tokens = 0
-            victim.decoding = False
-            victim.num_preemptions += 1
-            insort(self.waiting, victim, key=self.order)
-            step.preempted.append(victim)
+            self.swaps.release(victim)
+        insort(self.waiting, victim, key=self.order)
+        step.preempted.append(victim)
+
+    def _choose(self, victim: Request, num_blocks: int) -> tuple[str, str]:
+        """SWAP or RECOMPUTE, and why, for a request of which the first blocks would be copied."""
+        swapper = self.swaps.swapper
+        if swapper is None:
+            return RECOMPUTE, "there is no swap space"
+        if victim.returning:
+            return SWAP, "its blocks are still in the swap space"
+        if not victim.decoding:
+            return RECOMPUTE, "its prompt is not computed"
+        if victim.params.counted:
+            return RECOMPUTE, "the counts of its tokens are on the device alone"
+        if victim.num_tokens == victim.max_total_tokens:
+            return RECOMPUTE, "it ends with the token in flight"
+        groups = self.blocks.num_groups
+        shared = self.tables.num_shared(victim, self.swaps.users)
+        have = len(victim.host_block_ids[0]) if victim.host_block_ids else 0
+        return choose(
+            self.preemption_mode,
+            blocks_out=(num_blocks - have) * groups,
+            blocks_in=(num_blocks - shared) * groups,
+            block_bytes=swapper.space.block_bytes,
+            free_host_blocks=swapper.space.num_free,
+            out_rate=swapper.stats.plain_out_rate,
+            in_rate=swapper.stats.plain_in_rate,
+            tokens=victim.num_tokens - shared * self.blocks.block_size,
+            prefill_rate=self.prefill_rate.rate,
+        )
+
+    def _copy_out(self, request: Request, num_blocks: int) -> bool:
+        """Start copying a request's first blocks; False without room. It ends if that fails."""
+        try:
+            return self.swaps.copy_out(request, num_blocks)
+        except CudaError as error:
+            self._fail(request, error)
+            return True
+
+    def _end_copies(self) -> None:
+        for request, error in self.swaps.poll():
+            if not request.finished:
+                self._fail(request, error)
+
+    def _fail(self, request: Request, error: CudaError) -> None:
+        """End a request whose blocks could not be copied."""
+        logger.error("request %r ends: %s", request.request_id, error)
+        self._finish(request, "error", str(error))
+        self._failed.append(request)
 
     def _finish(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
         if request.status is RequestStatus.RUNNING:
             self._release(request)
         else:
             self.waiting.remove(request)
+        self.swaps.release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason

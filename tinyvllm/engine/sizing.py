@@ -9,6 +9,7 @@ from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.memory.budget import MemoryPlan, plan_memory
 from tinyvllm.memory.plan import ALIGNMENT
+from tinyvllm.memory.swap_space import SwapSpace
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.llama import (
     edits_program,
@@ -116,3 +117,11 @@ def engine_limits(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
         config.max_num_seqs, config.max_num_batched_tokens, max_model_len, config.block_size
     )
     return {**limits, "NB": num_blocks}
+
+
+def swap_space(config: EngineConfig, block_bytes: int) -> SwapSpace | None:
+    """The swap space that the options ask for; None without room for a block, or without use."""
+    num_blocks = int(config.swap_space * (1 << 30)) // block_bytes
+    if num_blocks == 0 or config.preemption_mode == "recompute":
+        return None
+    return SwapSpace(num_blocks, block_bytes)

@@ -30,11 +30,13 @@ class ScheduledStep:
         the row sampled last (in the device's row state); then prefill rows, whose input tokens
         are `request.tokens(start, start + num_tokens)`. Each request has at most one row.
     longest_context: the largest `start + num_tokens` of a row.
-    joins: the prefill rows whose slot changes hands, so its row state must be set up; they start
-        after tokens that they share with others.
+    joins: the rows whose slot changes hands, so its row state must be set up: prefill rows, which
+        start after tokens that they share with others, and decode rows of swapped requests that
+        are back, whose input token the host knows.
     new_blocks: block-table entries (group, slot, index in the table, block) to write.
     block_copies: blocks (from, to) to copy before the step's own work and after all earlier work.
     preempted: requests that lost their slot and blocks to others.
+    num_awaited: blocks for which running requests have no row in this step: they wait for copies.
     filled: (request, its num_preemptions, n): its first n tokens fill blocks once this step is
         done. For `Scheduler.update`.
     """
@@ -47,6 +49,7 @@ class ScheduledStep:
     new_blocks: list[TableEntry] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    num_awaited: int = 0
     filled: list[tuple[Request, int, int]] = field(default_factory=list)
 
     @property

@@ -139,6 +139,10 @@ class CudaExecutor:
         self._previous = p, dims
         return self._fetch(p, dims, self.plans[program], self.arena, fetch)
 
+    def array(self, name: str) -> DeviceArray:
+        """Where a state or a weight is, for as long as the executor is open."""
+        return self._arrays[name]
+
     def write_row(self, name: str, row: int, values: np.ndarray) -> None:
         """Writes the first elements of one row of a state, in stream order.
 
