@@ -109,7 +109,8 @@ def recorded(engine):
 
     def record():
         step = schedule()
-        steps.append(step)
+        if step is not None:
+            steps.append(step)
         return step
 
     engine.scheduler.schedule = record

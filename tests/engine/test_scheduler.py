@@ -11,12 +11,15 @@ import functools
 import random
 from collections import deque
 
+import numpy as np
 import pytest
 
 from tinyvllm.engine.policy import AGEING, urgency
 from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.memory.blocks import BlockManager
+from tinyvllm.memory.numpy_swapper import NumpySwapper
+from tinyvllm.memory.swap_space import SwapSpace
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
 
@@ -35,8 +38,22 @@ def digest_of(digest, token):
 
 
 def make_scheduler(
-    num_blocks, block_size=4, num_groups=1, seqs=4, budget=16, max_len=64, vocab=VOCAB, **options
+    num_blocks,
+    block_size=4,
+    num_groups=1,
+    seqs=4,
+    budget=16,
+    max_len=64,
+    vocab=VOCAB,
+    swap_blocks=0,
+    polls=2,
+    **options,
 ):
+    """`polls`: how often a copy is asked for before it is done."""
+    if swap_blocks:
+        space = SwapSpace(swap_blocks, block_size * np.dtype(object).itemsize)
+        space.blocks_per_slab = 3
+        options["swapper"] = NumpySwapper(space, polls)
     return Scheduler(
         BlockManager(num_blocks, block_size, num_groups),
         max_num_seqs=seqs,
@@ -59,7 +76,11 @@ class ToyDevice:
         blocks = self.blocks = scheduler.blocks
         self.block_size = blocks.block_size
         self.num_groups = blocks.num_groups
-        self.places = [[None] * blocks.block_size for _ in range(blocks.num_blocks)]
+        self.places = np.full((blocks.num_blocks, blocks.block_size), None, object)
+        self.swaps = scheduler.swaps
+        if self.swaps.swapper is not None:
+            self.swaps.swapper.attach(self.places)
+            self.swap_in, self.swaps.swapper.swap_in = self.swaps.swapper.swap_in, self.arrive
         shape = range(scheduler.max_num_seqs)
         self.tables = [[{} for _ in shape] for _ in range(blocks.num_groups)]
         self.last_token = [None for _ in shape]
@@ -74,11 +95,12 @@ class ToyDevice:
         for source, target in step.block_copies:
             assert self.blocks.ref_count(source) > 0
             self.check_writable(target)
-            self.places[target] = list(self.places[source])
+            self.places[target] = self.places[source]
         for row in step.joins:
             self.owner[row.slot] = row.request.request_id
             self.next_start[row.slot] = row.start
-            self.last_token[row.slot] = None
+            # A decode row that joins is given its token; a prefill row has no use for it.
+            self.last_token[row.slot] = row.request.tokens(row.start, row.start + 1)[0]
             for tables in self.tables:
                 tables[row.slot].clear()
         for group, slot, index, block in step.new_blocks:
@@ -133,14 +155,26 @@ class ToyDevice:
             digest = found
         return context
 
+    def arrive(self, pairs):
+        """In place of the swapper's `swap_in`."""
+        for block, _ in pairs:
+            self.check_writable(block)
+            self.immutable.pop(block, None)
+        return self.swap_in(pairs)
+
     def check_writable(self, block):
         assert self.blocks.ref_count(block) == 1
         assert not self.blocks.is_kept(block)
 
     def check_immutable(self):
+        arriving = set()
+        if self.swaps.swapper is not None:
+            for ticket in self.swaps.swapper.under_way:
+                arriving.update(device for device, _ in ticket.pairs if not ticket.out)
         now = {
             block: tuple(self.places[block])
             for block in range(self.blocks.num_blocks)
+            if block not in arriving
             if self.blocks.is_kept(block) or self.blocks.ref_count(block) > 1
         }
         for block in now.keys() & self.immutable.keys():
@@ -176,24 +210,33 @@ def check_step(scheduler, step):
     slots = [row.slot for row in step.rows]
     assert len(set(slots)) == len(slots)
     assert all(row.request.slot == row.slot for row in step.rows)
-    assert not (step.preempted and step.joins)
+    begun = [row for row in step.prefill_rows if row in step.joins]
+    assert not (step.preempted and begun)
     assert step.longest_context == max(row.start + row.num_tokens for row in step.rows)
     assert step.decode_rows + step.prefill_rows == step.rows
     assert len(scheduler.running) <= scheduler.max_num_seqs
     for request in step.preempted:
-        assert request.status is RequestStatus.WAITING
+        swapped = request.status is RequestStatus.SWAPPED
+        assert swapped or request.status is RequestStatus.WAITING
+        assert bool(request.host_block_ids) == swapped
         assert request.slot is None
         assert request.block_ids == []
         assert all(urgency(request) > urgency(other) for other in scheduler.running)
-    if step.joins and len(scheduler.running) > 1:
+    if begun and len(scheduler.running) > 1:
         used, total = scheduler.blocks.num_used, scheduler.blocks.num_blocks
-        returned = step.joins[-1].request.num_preemptions > 0
+        returned = begun[-1].request.num_preemptions > 0
         assert used <= total * (scheduler.preemption_threshold - 0.05 * returned) + 1e-9
-    # Nobody starves: every running sequence past its prompt that may grow has its row.
+    # Nobody starves: every running sequence past its prompt that may grow has its row, but for
+    # those that wait for blocks which copies hold.
     rows = {row.request.request_id for row in step.rows}
-    for request in scheduler.running:
-        if request.decoding and request.num_tokens < request.max_total_tokens:
-            assert request.request_id in rows
+    without = [
+        request
+        for request in scheduler.running
+        if request.decoding and request.num_tokens < request.max_total_tokens
+        if request.request_id not in rows
+    ]
+    assert len(without) * scheduler.blocks.num_groups <= step.num_awaited
+    assert not step.num_awaited or scheduler.swaps.busy
     scheduler.check_integrity()
 
 
@@ -203,9 +246,14 @@ def run_all(scheduler, device, lag=0, between=lambda: None, max_steps=10_000):
     for _ in range(max_steps):
         between()
         step = scheduler.schedule()
+        finished += scheduler.take_failed()
         if step is not None:
             check_step(scheduler, step)
             in_flight.append((step, device.run(step)))
+        elif not in_flight and any(request.returning for request in scheduler.running):
+            scheduler.wait_for_copy()  # if there was something to copy
+        elif not in_flight and scheduler.swaps.busy:
+            scheduler.wait_for_copy()
         elif not in_flight:
             assert not scheduler.has_unfinished(), "stuck"
             return finished
@@ -241,10 +289,10 @@ def random_stream(rng, scheduler, count):
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(60))
 def test_random_streams_match_naive_model(seed, lag):
-    """Some 35,000 steps in all."""
-    rng = random.Random(seed)
+    """Some 40,000 steps in all: without swap space, with little, and with much."""
+    rng, swap_blocks = random.Random(seed), (0, 4, 1000)[seed % 3]
     seqs = rng.choice([1, 2, 3, 5])
     scheduler = make_scheduler(
         num_blocks=rng.choice([3, 5, 7, 12, 25]),
@@ -256,6 +304,9 @@ def test_random_streams_match_naive_model(seed, lag):
         scheduling_policy=rng.choice(["fcfs", "priority", "shortest"]),
         preemption_threshold=rng.choice([0.5, 0.85, 1.0]),
         enable_prefix_caching=rng.random() < 0.8,
+        swap_blocks=swap_blocks,
+        polls=rng.choice([0, 1, 5]),
+        preemption_mode=rng.choice(["auto", "swap"]),
     )
     stream = deque(random_stream(rng, scheduler, 18))
     requests, aborted = [], set()
@@ -281,7 +332,10 @@ def test_random_streams_match_naive_model(seed, lag):
     assert not stream
     assert len(finished) == len(set(finished)) == len(requests) - len(aborted)
     assert set(finished) | aborted == set(requests)
+    scheduler.end_copies()
+    scheduler.check_integrity()
     assert scheduler.blocks.num_used == 0
+    assert not swap_blocks or scheduler.swaps.swapper.space.num_used == 0
     assert not scheduler.running
     assert not scheduler.waiting
     for request in requests:

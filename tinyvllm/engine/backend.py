@@ -27,7 +27,11 @@ class Backend(Protocol):
     max_model_len: int
     limits: dict[str, int]  # largest sizes of a run
     memory: MemoryPlan
-    swapper: Swapper | None  # None: preempted sequences are always computed again
+
+    @property
+    def swapper(self) -> Swapper | None:
+        """None: preempted sequences are always computed again."""
+        ...
 
     def enter(self) -> None:
         """Comes before work that a thread gives the device."""

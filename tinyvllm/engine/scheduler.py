@@ -335,9 +335,12 @@ class Scheduler:
             blocked, used_then = self._blocked
             if request is blocked and used >= used_then and self.running:
                 return False
-        # A parent that runs has its whole prompt computed: nobody is admitted while it has not.
+        # A parent that runs has its whole prompt computed: nobody is admitted while it has not. One
+        # that returns has its blocks back only later.
         parent = request.parent
-        if parent is not None and (parent.slot is None or not request.may_share):
+        if parent is not None and (
+            parent.slot is None or parent.returning or not request.may_share
+        ):
             parent = None
         plan = self.tables.plan(request, parent)
         if not self.running:

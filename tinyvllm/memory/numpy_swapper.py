@@ -45,7 +45,7 @@ class NumpySwapper(Slabs):
         super().__init__(space)
         self.polls = polls
         self._kv_cache = np.empty((0, 0))
-        self._under_way: deque[NumpyTicket] = deque()
+        self.under_way: deque[NumpyTicket] = deque()  # the oldest first
 
     def attach(self, kv_cache: np.ndarray) -> None:
         """From now on blocks are those of `kv_cache`, [block, ...]."""
@@ -73,7 +73,7 @@ class NumpySwapper(Slabs):
 
     def copy_next(self) -> None:
         """Carries out the oldest batch."""
-        ticket = self._under_way.popleft()
+        ticket = self.under_way.popleft()
         start = time.perf_counter()
         per_slab = self.space.blocks_per_slab
         for device, host, count in merge_runs(ticket.pairs, per_slab):
@@ -88,12 +88,12 @@ class NumpySwapper(Slabs):
         ticket.complete = True
 
     def close(self) -> None:
-        self._under_way.clear()
+        self.under_way.clear()
         self.slabs.clear()
 
     def _start(self, pairs: Pairs, out: bool) -> NumpyTicket:
         ticket = NumpyTicket(self, pairs, out)
-        self._under_way.append(ticket)
+        self.under_way.append(ticket)
         return ticket
 
 
