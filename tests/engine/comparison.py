@@ -27,7 +27,8 @@ def run(
         for output in engine.step():
             outputs[int(output.request_id)] = output
         engine.scheduler.check_integrity()
-    assert engine.scheduler.blocks.num_used == 0, "blocks are freed at once"
+    engine.scheduler.end_copies()
+    assert engine.scheduler.blocks.num_used == 0, "blocks are freed at once, or after their copies"
     return [outputs[i] for i in range(len(prompts))]
 
 

@@ -14,6 +14,7 @@ from tinyvllm.engine.batch import (
 )
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.scheduler import Scheduler
+from tinyvllm.engine.step import ScheduledRow, ScheduledStep
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.ops.program import concrete
 from tinyvllm.ops.row_params import ROW_WORDS, as_row_params, new_row_params
@@ -101,6 +102,29 @@ def test_row_edits_carry_the_parameters():
     for name in ("slot", "temperature", "seed", "prompt_len"):
         expected[name] = off[name]
     assert off == expected[0], "what was not asked for is off"
+
+
+@pytest.mark.parametrize("prompt", [[], [7, 8]])
+def test_a_row_that_returns_is_a_decode_row_with_its_token(prompt):
+    """In a step of decode rows alone, and in a mixed one."""
+    back, other = make_request("back", [1, 2, 3], seed=5), make_request("other", [4], seed=6)
+    back.output_token_ids = [11, 12]
+    step = ScheduledStep(num_decodes=2, num_tokens=2 + len(prompt), longest_context=5)
+    step.rows = [ScheduledRow(back, 2, 4, 1, True), ScheduledRow(other, 0, 1, 1, True)]
+    step.joins = [step.rows[0]]
+    step.new_blocks = [(0, 2, 0, 9), (0, 2, 1, 3)]
+    if prompt:
+        step.rows.append(ScheduledRow(make_request("new", prompt), 3, 0, len(prompt), True))
+        step.joins.append(step.rows[-1])
+    inputs = build_batch(step, 0, LIMITS).inputs
+    assert inputs["edit_counts"].tolist() == [len(step.joins), 2]
+    edits = as_row_params(inputs["row_edits"])
+    assert edits["slot"].tolist() == [2, 3][: len(step.joins)]
+    assert edits["position"].tolist() == [4, 0][: len(step.joins)]
+    assert edits["token"][0] == 12, "the one that it sampled last"
+    assert edits["seed"][0].tolist() == [5, 0]
+    assert inputs["prompt_ids"].tolist() == [-1, -1, *prompt]
+    assert inputs["block_edits"].tolist() == [list(entry) for entry in step.new_blocks]
 
 
 def test_a_step_without_sampled_rows_has_empty_arrays():

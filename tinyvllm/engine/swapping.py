@@ -43,6 +43,11 @@ class Swaps:
         return self.swapper.space.num_free if self.swapper is not None else 0
 
     @property
+    def num_used(self) -> int:
+        """Blocks of the swap space with users."""
+        return self.swapper.space.num_used if self.swapper is not None else 0
+
+    @property
     def num_pending(self) -> int:
         """Device blocks that are free once the copies under way are done."""
         count = self.blocks.ref_count
