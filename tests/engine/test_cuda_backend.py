@@ -189,6 +189,47 @@ def test_a_step_that_finds_no_memory_ends_with_an_error_and_the_engine_goes_on(
     assert tokens_of(run(engine, PROMPTS, SCORED)) == [[0] * 6] * 3
 
 
+def test_sequences_are_swapped_beside_the_steps(fake_gpu, model):
+    """No allocation but of the slabs, and a phase of their own in a recording."""
+    options = {**SIZES, "max_model_len": 64, "num_gpu_blocks_override": 12}
+    engine = LLMEngine(EngineConfig(model=str(model), preemption_mode="swap", **options))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for num_pinned in (1, 0):
+        with recording() as recorder:
+            assert tokens_of(run(engine, PROMPTS, params)) == [[0] * 40] * 3
+        copies = [call for call in recorder.calls if call.name == "cuMemcpyBatchAsync"]
+        assert len(copies) >= 4 and {call.phase for call in copies} == {"swap"}
+        pinned = [call for call in recorder.calls if call.name == "cuMemHostAlloc"]
+        assert len(pinned) == num_pinned
+        engine.sleep(2)
+        assert fake_gpu.used == 0
+        engine.wake_up()
+    assert engine.backend.swapper.stats.bytes_in > 0
+    assert engine.scheduler.num_preemptions["swap"] >= 2
+    engine.close()
+    assert (fake_gpu.used, fake_gpu.pinned, fake_gpu.blocks) == (0, 0, {})
+
+
+def test_swap_space_is_pinned_at_start_or_not_at_all(fake_gpu, model):
+    for options, num_slabs in (({}, 0), ({"pin_swap_space": True}, 4)):
+        with LLM(str(model), **SIZES, swap_space=0.25, **options) as llm:
+            assert len(llm.engine.backend.swapper.slabs) == num_slabs
+        assert fake_gpu.pinned == 0
+    for options in ({"swap_space": 0}, {"preemption_mode": "recompute"}):
+        with LLM(str(model), **SIZES, **options) as llm:
+            assert llm.engine.backend.swapper is None
+
+
+def test_a_swap_space_that_cannot_be_pinned_at_start_is_an_error(fake_gpu, model):
+    fake_gpu.names.clear()
+    LLM(str(model), **SIZES, swap_space=0.25).close()
+    allocations = ("cuMemHostAlloc", "cuMemAllocFromPoolAsync")
+    fake_gpu.fail_at = sum(map(fake_gpu.names.count, allocations)) + 2  # two slabs more
+    with pytest.raises(InputError, match=r"swap_space=0.25: 128.00 MiB could be pinned, not 256"):
+        LLM(str(model), **SIZES, swap_space=0.25, pin_swap_space=True)
+    assert (fake_gpu.used, fake_gpu.pinned, fake_gpu.blocks) == (0, 0, {})
+
+
 def calls_by_step(engine, num_steps):
     """Names of the driver calls of each of so many decode steps that are like those before."""
     params = SamplingParams(temperature=0, max_tokens=num_steps + 16, ignore_eos=True)

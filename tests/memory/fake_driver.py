@@ -2,7 +2,8 @@
 
 import ctypes
 
-OUT_OF_MEMORY, NOT_READY = 2, 600
+OUT_OF_MEMORY, NOT_READY, NOT_SUPPORTED = 2, 600, 801
+NAMES = {NOT_READY: b"CUDA_ERROR_NOT_READY", NOT_SUPPORTED: b"CUDA_ERROR_NOT_SUPPORTED"}
 DEVICE_ATTRIBUTES = {
     "COMPUTE_CAPABILITY_MAJOR": 9,
     "MULTIPROCESSOR_COUNT": 132,
@@ -28,6 +29,8 @@ class FakeDriver:
         self.pool_attributes = {}
         self.events_ready = True
         self.fail_at = None
+        self.batches = []  # of copies: the size of each in units of the smallest
+        self.batches_supported, self.batch_status = True, 0
 
     def function(self, name):
         body = getattr(self, name, None)
@@ -129,6 +132,25 @@ class FakeDriver:
         ctypes.memmove(dst, src, size)
         return 0
 
+    def cuMemcpyAsync(self, dst, src, size, stream):  # noqa: N802
+        ctypes.memmove(dst, src, size)
+        return 0
+
+    def cuMemcpyBatchAsync(  # noqa: N802
+        self, targets, sources, sizes, count, attributes, first, num_attributes, stream
+    ):
+        if not self.batches_supported or self.batch_status:
+            return self.batch_status or NOT_SUPPORTED
+        assert len(targets) == len(sources) == len(sizes) == count
+        assert (first, num_attributes) == ([0], 1)
+        self.batches.append([size // min(sizes) for size in sizes])
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(int(target), int(source), size)
+        return 0
+
+    def cuEventElapsedTime(self, start, end):  # noqa: N802
+        return 0, 1.0
+
     def cuMemcpy2DAsync(self, copy, stream):  # noqa: N802
         for row in range(copy.Height):
             src = copy.srcHost + row * copy.srcPitch
@@ -136,7 +158,7 @@ class FakeDriver:
         return 0
 
     def cuGetErrorName(self, status):  # noqa: N802
-        return 0, b"CUDA_ERROR_NOT_READY" if status == NOT_READY else b"CUDA_ERROR_OUT_OF_MEMORY"
+        return 0, NAMES.get(status, b"CUDA_ERROR_OUT_OF_MEMORY")
 
     def cuGetErrorString(self, status):  # noqa: N802
         return 0, b"as asked for by the test"

@@ -55,5 +55,5 @@ def test_slabs_come_with_the_first_block_that_needs_them(kv_cache):
     assert swapper.allocate(2) == [0, 1] and len(swapper.slabs) == 1
     assert swapper.allocate(4) == [2, 3, 4, 5] and len(swapper.slabs) == 2
     assert swapper.allocate(3) is None and len(swapper.slabs) == 2
-    swapper.reserve(swapper.space.num_slabs)
+    swapper.reserve_all()
     assert [len(slab) for slab in swapper.slabs] == [3, 3, 2]

@@ -48,7 +48,7 @@ class CpuBackend:
         self.executor: Executor
         self.wake_up()
         if self.swapper is not None and config.pin_swap_space:
-            self.swapper.reserve(self.swapper.space.num_slabs)
+            self.swapper.reserve_all()
 
     def enter(self) -> None:
         """Any thread may use the arrays."""

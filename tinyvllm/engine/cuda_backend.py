@@ -88,7 +88,7 @@ class CudaBackend:
             self._open(self._read_weights)
             stack.callback(self._awake.close)  # after an error; otherwise it is closed before
             if self.swapper is not None and config.pin_swap_space:
-                self.swapper.reserve(self.swapper.space.num_slabs)
+                self.swapper.reserve_all()
             self._resources = stack.pop_all()
 
     def enter(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.memory.swap_space import SwapSpace
-from tinyvllm.util import Closing, format_bytes, logger
+from tinyvllm.util import Closing, InputError, format_bytes, logger
 
 Pairs = Sequence[tuple[int, int]]  # device block, host block
 
@@ -113,6 +113,19 @@ class Slabs(Closing):
         while len(self.slabs) < num_slabs:
             blocks = self.space.slab_blocks(len(self.slabs))
             self.slabs.append(self.new_slab(blocks * self.space.block_bytes))
+
+    def reserve_all(self) -> None:
+        """Makes all slabs. Raises InputError, with the numbers, when memory runs out."""
+        try:
+            self.reserve(self.space.num_slabs)
+        except CudaError as error:
+            size = self.space.block_bytes
+            wanted = self.space.num_blocks * size
+            pinned = len(self.slabs) * self.space.blocks_per_slab * size
+            raise InputError(
+                f"swap_space={wanted / (1 << 30):.2f}: {format_bytes(pinned)} could be pinned, not "
+                f"{format_bytes(wanted)} ({error.name}); lower it, or leave out pin_swap_space"
+            ) from error
 
     def allocate(self, n: int) -> list[int] | None:
         """n host blocks with memory behind them; None when there are not so many.
