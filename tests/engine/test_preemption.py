@@ -1,6 +1,6 @@
 import pytest
 
-from tinyvllm.engine.preemption import RECOMPUTE, REMEMBERED, SWAP, RateMeter, choose
+from tinyvllm.engine.preemption import RECOMPUTE, REMEMBERED, SWAP, RateMeter, cheaper
 
 # 10 blocks of 100 bytes each way at 1000 bytes/s take 2 s; 40 tokens at 10 a second 4 s.
 CASE = {
@@ -33,7 +33,7 @@ CASE = {
     ],
 )
 def test_the_cheaper_one_is_chosen_and_the_reason_said(mode, changes, wanted, reason):
-    have, why = choose(mode, **{**CASE, **changes})
+    have, why = cheaper(mode, **{**CASE, **changes})
     assert have == wanted
     assert reason in why
 

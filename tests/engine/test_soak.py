@@ -44,6 +44,8 @@ class Summary:
     steps: int = 0
     preempted_decoding: int = 0
     preempted_in_prompt: int = 0
+    swapped: int = 0
+    recomputed: int = 0
     prefix_hit_tokens: int = 0
     aborted: int = 0
     idle_moments: int = 0
@@ -87,6 +89,8 @@ class Soak:
         cache = self.engine.scheduler.tables.cache
         assert cache is not None
         summary.prefix_hit_tokens = cache.num_hit_tokens
+        counts = self.engine.scheduler.preemption.counts
+        summary.swapped, summary.recomputed = counts["swap"], counts["recompute"]
         return summary
 
     def _ids(self, count: int) -> list[int]:
@@ -198,8 +202,10 @@ class Soak:
 
     def _check_idle(self) -> None:
         assert not self.live and not self.parts
-        self.engine.scheduler.check_integrity()
-        self.summary.leaked_blocks = self.engine.scheduler.blocks.num_used
+        scheduler = self.engine.scheduler
+        scheduler.end_copies()
+        scheduler.check_integrity()
+        self.summary.leaked_blocks = scheduler.blocks.num_used + scheduler.swaps.num_used
         assert self.summary.leaked_blocks == 0
         used, memory = self._memory()
         self.summary.idle_moments += 1
@@ -267,13 +273,13 @@ def soaking(model: str, device: str, seed: int, **options: object):
 def check(summary: Summary) -> None:
     """That the soak has seen what it is for."""
     assert summary.requests > 30 and summary.aborted and summary.prefix_hit_tokens
-    assert summary.preempted_decoding
+    assert summary.preempted_decoding and summary.swapped and summary.recomputed
     assert summary.equal > summary.compared / 2
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_soak(ahead):
-    with soaking(str(GOLDEN), "cpu", seed=int(ahead), async_scheduling=ahead) as soak:
+    with soaking(str(GOLDEN), "cpu", seed=6, async_scheduling=ahead) as soak:
         check(soak.run(seconds=1))
 
 

@@ -56,6 +56,8 @@ class CpuBackend:
     def sleep(self, level: int) -> None:
         """Drops states and arenas, at level 2 the weights too; see `Backend.sleep`."""
         self.executor.close()
+        if self.swapper is not None:
+            self.swapper.detach()
         if level == 2:
             self._weights = {}
 

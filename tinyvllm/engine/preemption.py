@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from tinyvllm.engine.block_tables import BlockTables
+from tinyvllm.engine.request import Request
+from tinyvllm.engine.swapping import Swaps
+from tinyvllm.util import logger
+
 SWAP, RECOMPUTE = "swap", "recompute"
 REMEMBERED = 2.0  # seconds of measured work after which older work counts half
 
@@ -26,7 +31,7 @@ class RateMeter:
             self._seconds /= 2
 
 
-def choose(
+def cheaper(
     preemption_mode: str,
     *,
     blocks_out: int,
@@ -61,3 +66,47 @@ def choose(
         f"{tokens} tokens again {recompute * 1e3:.2f} ms"
     )
     return (SWAP if swap <= recompute else RECOMPUTE), reason
+
+
+class Preemption:
+    """Chooses what becomes of preempted requests, and counts and logs it.
+
+    prefill_rate: tokens of prompts a second, which whoever runs the steps adds.
+    """
+
+    def __init__(self, tables: BlockTables, swaps: Swaps, preemption_mode: str) -> None:
+        self._tables, self._swaps, self._mode = tables, swaps, preemption_mode
+        self.counts = {SWAP: 0, RECOMPUTE: 0}
+        self.prefill_rate = RateMeter()
+
+    def choose(self, request: Request, num_blocks: int) -> tuple[str, str]:
+        """SWAP or RECOMPUTE, and why, for one of which the first blocks a table would be copied."""
+        swapper = self._swaps.swapper
+        if swapper is None:
+            return RECOMPUTE, "there is no swap space"
+        if request.returning:
+            return SWAP, "its blocks are still in the swap space"
+        if not request.decoding:
+            return RECOMPUTE, "its prompt is not computed"
+        if request.params.counted:
+            return RECOMPUTE, "the counts of its tokens are on the device alone"
+        if request.num_tokens == request.max_total_tokens:
+            return RECOMPUTE, "it ends with the token in flight"
+        groups, size = self._tables.blocks.num_groups, self._tables.blocks.block_size
+        shared = self._tables.num_shared(request, self._swaps.users)
+        return cheaper(
+            self._mode,
+            blocks_out=(num_blocks - request.num_host_blocks) * groups,
+            blocks_in=(num_blocks - shared) * groups,
+            block_bytes=swapper.space.block_bytes,
+            free_host_blocks=swapper.space.num_free,
+            out_rate=swapper.stats.plain_out_rate,
+            in_rate=swapper.stats.plain_in_rate,
+            tokens=request.num_tokens - shared * size,
+            prefill_rate=self.prefill_rate.rate,
+        )
+
+    def count(self, request: Request, mode: str, reason: str) -> None:
+        """Counts and logs a preemption."""
+        self.counts[mode] += 1
+        logger.info("request %r is preempted: %s, %s", request.request_id, mode, reason)

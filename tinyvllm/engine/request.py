@@ -137,6 +137,11 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     @property
+    def num_host_blocks(self) -> int:
+        """The first entries of its tables that have copies in the swap space."""
+        return len(self.host_block_ids[0]) if self.host_block_ids else 0
+
+    @property
     def may_share(self) -> bool:
         """True when K and V of its tokens may come from others: no more than that is needed."""
         return self.params.prompt_logprobs is None and not self.params.counted

@@ -9,7 +9,7 @@ from tinyvllm.config import RETURN_MARGIN
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.engine.block_tables import BlockTables
 from tinyvllm.engine.policy import POLICIES, urgency
-from tinyvllm.engine.preemption import RECOMPUTE, SWAP, RateMeter, choose
+from tinyvllm.engine.preemption import RECOMPUTE, SWAP, Preemption
 from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.engine.step import ScheduledRow, ScheduledStep
 from tinyvllm.engine.swapping import Swaps
@@ -69,9 +69,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.tables = BlockTables(blocks, enable_prefix_caching)
         self.swaps = Swaps(blocks, swapper)
-        self.preemption_mode = preemption_mode
-        self.num_preemptions = {SWAP: 0, RECOMPUTE: 0}
-        self.prefill_rate = RateMeter()  # tokens of prompts a second; whoever runs the steps adds
+        self.preemption = Preemption(self.tables, self.swaps, preemption_mode)
         self.order = POLICIES[scheduling_policy]
         self.preemption_threshold = preemption_threshold
         # Blocks in use up to which requests are admitted, and preempted ones return.
@@ -382,8 +380,7 @@ class Scheduler:
         if victim is None or not victim.decoding or victim.num_copies:
             return
         full = victim.num_computed_tokens // self.blocks.block_size
-        have = len(victim.host_block_ids[0]) if victim.host_block_ids else 0
-        if full > have and self._choose(victim, full)[0] == SWAP:
+        if full > victim.num_host_blocks and self.preemption.choose(victim, full)[0] == SWAP:
             self._copy_out(victim, full)
 
     def _make_room(self, request: Request, step: ScheduledStep) -> bool:
@@ -406,14 +403,13 @@ class Scheduler:
     def _preempt(self, victim: Request, step: ScheduledStep) -> None:
         """Take a running request's blocks and let it wait; it ends if they cannot be copied."""
         num_blocks = ceil_div(victim.num_computed_tokens, self.blocks.block_size)
-        mode, reason = self._choose(victim, num_blocks)
+        mode, reason = self.preemption.choose(victim, num_blocks)
         if mode == SWAP:
             if not self._copy_out(victim, num_blocks):
                 mode, reason = RECOMPUTE, "the swap space is smaller than planned"
             if victim.finished:
                 return
-        logger.info("request %r is preempted: %s, %s", victim.request_id, mode, reason)
-        self.num_preemptions[mode] += 1
+        self.preemption.count(victim, mode, reason)
         self._release(victim)
         victim.decoding = victim.returning = False
         victim.num_preemptions += 1
@@ -425,34 +421,6 @@ class Scheduler:
             self.swaps.release(victim)
         insort(self.waiting, victim, key=self.order)
         step.preempted.append(victim)
-
-    def _choose(self, victim: Request, num_blocks: int) -> tuple[str, str]:
-        """SWAP or RECOMPUTE, and why, for a request of which the first blocks would be copied."""
-        swapper = self.swaps.swapper
-        if swapper is None:
-            return RECOMPUTE, "there is no swap space"
-        if victim.returning:
-            return SWAP, "its blocks are still in the swap space"
-        if not victim.decoding:
-            return RECOMPUTE, "its prompt is not computed"
-        if victim.params.counted:
-            return RECOMPUTE, "the counts of its tokens are on the device alone"
-        if victim.num_tokens == victim.max_total_tokens:
-            return RECOMPUTE, "it ends with the token in flight"
-        groups = self.blocks.num_groups
-        shared = self.tables.num_shared(victim, self.swaps.users)
-        have = len(victim.host_block_ids[0]) if victim.host_block_ids else 0
-        return choose(
-            self.preemption_mode,
-            blocks_out=(num_blocks - have) * groups,
-            blocks_in=(num_blocks - shared) * groups,
-            block_bytes=swapper.space.block_bytes,
-            free_host_blocks=swapper.space.num_free,
-            out_rate=swapper.stats.plain_out_rate,
-            in_rate=swapper.stats.plain_in_rate,
-            tokens=victim.num_tokens - shared * self.blocks.block_size,
-            prefill_rate=self.prefill_rate.rate,
-        )
 
     def _copy_out(self, request: Request, num_blocks: int) -> bool:
         """Start copying a request's first blocks; False without room. It ends if that fails."""

@@ -58,7 +58,7 @@ class Swaps:
 
         False when the swap space is full. Raises CudaError.
         """
-        first = len(request.host_block_ids[0]) if request.host_block_ids else 0
+        first = request.num_host_blocks
         more = num_blocks - first
         if more <= 0:
             return True

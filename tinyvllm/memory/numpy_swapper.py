@@ -51,6 +51,11 @@ class NumpySwapper(Slabs):
         """From now on blocks are those of `kv_cache`, [block, ...]."""
         self._kv_cache = kv_cache
 
+    def detach(self) -> None:
+        """Gives the array up; no copy may be under way."""
+        assert not self.under_way, f"{len(self.under_way)} batches are under way"
+        self._kv_cache = np.empty((0, 0))
+
     def new_slab(self, num_bytes: int) -> np.ndarray:
         """A slab as blocks of the cache's shape."""
         shape = self._kv_cache.shape[1:]
@@ -90,6 +95,7 @@ class NumpySwapper(Slabs):
     def close(self) -> None:
         self.under_way.clear()
         self.slabs.clear()
+        self.detach()
 
     def _start(self, pairs: Pairs, out: bool) -> NumpyTicket:
         ticket = NumpyTicket(self, pairs, out)
