@@ -205,7 +205,7 @@ def test_sequences_are_swapped_beside_the_steps(fake_gpu, model):
         assert fake_gpu.used == 0
         engine.wake_up()
     assert engine.backend.swapper.stats.bytes_in > 0
-    assert engine.scheduler.preemption.counts["swap"] >= 2
+    assert engine.scheduler.num_preemptions["swap"] >= 2
     engine.close()
     assert (fake_gpu.used, fake_gpu.pinned, fake_gpu.blocks) == (0, 0, {})
 

@@ -89,7 +89,7 @@ class Soak:
         cache = self.engine.scheduler.tables.cache
         assert cache is not None
         summary.prefix_hit_tokens = cache.num_hit_tokens
-        counts = self.engine.scheduler.preemption.counts
+        counts = self.engine.scheduler.num_preemptions
         summary.swapped, summary.recomputed = counts["swap"], counts["recompute"]
         return summary
 

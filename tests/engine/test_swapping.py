@@ -137,7 +137,7 @@ def test_undisturbed_swapped_and_computed_again(
         )
         have = run(engine, prompts, params)
         check(engine, prompts, params, have, want)
-        number = engine.scheduler.preemption.counts
+        number = engine.scheduler.num_preemptions
         if mode == "recompute" or kind == "penalised":
             assert number["recompute"] > 0 and number["swap"] == 0
             assert engine.scheduler.swaps.swapper is None or kind == "penalised"
@@ -177,8 +177,8 @@ def test_full_blocks_are_copied_while_the_sequence_runs_and_computed_once(open_e
 
     swaps.copy_out, engine.scheduler.schedule = watched, counted
     run(engine, prompts, params)
-    assert engine.scheduler.preemption.counts["swap"] > 2
-    assert engine.scheduler.preemption.counts["recompute"] == 0
+    assert engine.scheduler.num_preemptions["swap"] > 2
+    assert engine.scheduler.num_preemptions["recompute"] == 0
     assert copied[True] > copied[False]
     assert sum(tokens) == sum(len(p) + 31 for p in prompts)
 
@@ -188,7 +188,7 @@ def test_choice_and_reason_are_logged(open_engine, caplog):
     with caplog.at_level(logging.INFO, "tinyvllm"):
         run(engine, random_prompts(6, seed=2), sampling(6, "greedy"))
     lines = [r.getMessage() for r in caplog.records if "is preempted" in r.getMessage()]
-    assert len(lines) == sum(engine.scheduler.preemption.counts.values()) > 0
+    assert len(lines) == sum(engine.scheduler.num_preemptions.values()) > 0
     assert any(line.endswith("is preempted: swap, preemption_mode is swap") for line in lines)
 
 
@@ -196,13 +196,13 @@ def test_costs_are_measured_and_decide(open_engine, caplog):
     engine = open_engine(num_gpu_blocks_override=20)
     prompts, params = random_prompts(6, seed=2), sampling(6, "greedy")
     run(engine, prompts, params)
-    assert engine.scheduler.preemption.prefill_rate.rate > 0
+    assert engine.scheduler.prefill_rate.rate > 0
     stats = engine.scheduler.swaps.swapper.stats
     with caplog.at_level(logging.INFO, "tinyvllm"):
         stats.plain_out_rate = stats.plain_in_rate = 1.0  # a byte a second
-        engine.scheduler.preemption.counts["swap"] = 0
+        engine.scheduler.num_preemptions["swap"] = 0
         run(engine, prompts, params)
-    assert engine.scheduler.preemption.counts["swap"] == 0
+    assert engine.scheduler.num_preemptions["swap"] == 0
     assert any("tokens again" in record.getMessage() for record in caplog.records)
 
 
@@ -221,8 +221,8 @@ def test_without_room_in_the_swap_space_sequences_are_computed_again(
     with caplog.at_level(logging.INFO, "tinyvllm"):
         check(engine, prompts, params, run(engine, prompts, params), want)
     assert "swap space full" in caplog.text
-    assert engine.scheduler.preemption.counts["recompute"] > 0
-    assert (engine.scheduler.preemption.counts["swap"] > 0) == (host_blocks > 1)
+    assert engine.scheduler.num_preemptions["recompute"] > 0
+    assert (engine.scheduler.num_preemptions["swap"] > 0) == (host_blocks > 1)
 
 
 def digests(engine, blocks):

@@ -189,7 +189,7 @@ class LLMEngine:
         if num_prompt > step.num_decodes:
             # The device began with it after the step before.
             seconds = now - max(running.launched, self._last_end)
-            self.scheduler.preemption.prefill_rate.add(num_prompt, seconds)
+            self.scheduler.prefill_rate.add(num_prompt, seconds)
         self._last_end = now
 
     def abort_all(self) -> list[RequestOutput]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tinyvllm.engine.block_tables import BlockTables
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.swapping import Swaps
-from tinyvllm.util import logger
 
 SWAP, RECOMPUTE = "swap", "recompute"
 REMEMBERED = 2.0  # seconds of measured work after which older work counts half
@@ -69,15 +68,13 @@ def cheaper(
 
 
 class Preemption:
-    """Chooses what becomes of preempted requests, and counts and logs it.
+    """What is to become of a request that is preempted; `prefill_rate` in tokens a second."""
 
-    prefill_rate: tokens of prompts a second, which whoever runs the steps adds.
-    """
-
-    def __init__(self, tables: BlockTables, swaps: Swaps, preemption_mode: str) -> None:
+    def __init__(
+        self, tables: BlockTables, swaps: Swaps, preemption_mode: str, prefill_rate: RateMeter
+    ) -> None:
         self._tables, self._swaps, self._mode = tables, swaps, preemption_mode
-        self.counts = {SWAP: 0, RECOMPUTE: 0}
-        self.prefill_rate = RateMeter()
+        self._prefill_rate = prefill_rate
 
     def choose(self, request: Request, num_blocks: int) -> tuple[str, str]:
         """SWAP or RECOMPUTE, and why, for one of which the first blocks a table would be copied."""
@@ -103,10 +100,5 @@ class Preemption:
             out_rate=swapper.stats.plain_out_rate,
             in_rate=swapper.stats.plain_in_rate,
             tokens=request.num_tokens - shared * size,
-            prefill_rate=self.prefill_rate.rate,
+            prefill_rate=self._prefill_rate.rate,
         )
-
-    def count(self, request: Request, mode: str, reason: str) -> None:
-        """Counts and logs a preemption."""
-        self.counts[mode] += 1
-        logger.info("request %r is preempted: %s, %s", request.request_id, mode, reason)

@@ -7,24 +7,23 @@ from collections.abc import Sequence
 
 from tinyvllm.config import RETURN_MARGIN
 from tinyvllm.driver.calls import CudaError
-from tinyvllm.engine.block_tables import BlockTables
-from tinyvllm.engine.policy import POLICIES, urgency
-from tinyvllm.engine.preemption import RECOMPUTE, SWAP, Preemption
+from tinyvllm.engine.policy import urgency
+from tinyvllm.engine.preemption import RECOMPUTE, SWAP, Preemption, RateMeter
+from tinyvllm.engine.queues import Queues
 from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.engine.step import ScheduledRow, ScheduledStep
-from tinyvllm.engine.swapping import Swaps
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.memory.swapper import Swapper
-from tinyvllm.util import InputError, ceil_div, logger
+from tinyvllm.util import ceil_div, logger
 
 
-class Scheduler:
+class Scheduler(Queues):
     """Continuous batching within a budget of tokens a step.
 
     Running requests decode first, so that they never starve; what is left of the budget goes to
     prompts, in chunks, of one request at a time but for those that end in the same step.
 
-    * `waiting` is in the order of the policy, and requests are admitted in that order; only
+    * Requests are admitted in the order of the policy, which `waiting` has; only
       samples of a prompt that is computed in the same step are passed over.
     * `running` is in order of urgency. When blocks run out its last, so the least urgent and
       among these the latest arrival, is preempted, whatever the policy: it gives up its blocks.
@@ -57,75 +56,27 @@ class Scheduler:
         swapper: Swapper | None = None,
         preemption_mode: str = "auto",
     ) -> None:
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise InputError(
-                f"max_num_seqs={max_num_seqs}: must be from 1 to max_num_batched_tokens="
-                f"{max_num_batched_tokens}, since each running sequence takes a token a step"
-            )
-        self.blocks = blocks
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.tables = BlockTables(blocks, enable_prefix_caching)
-        self.swaps = Swaps(blocks, swapper)
-        self.preemption = Preemption(self.tables, self.swaps, preemption_mode)
-        self.order = POLICIES[scheduling_policy]
+        super().__init__(
+            blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            scheduling_policy=scheduling_policy,
+            enable_prefix_caching=enable_prefix_caching,
+            swapper=swapper,
+        )
+        self.num_preemptions = {SWAP: 0, RECOMPUTE: 0}
+        self.prefill_rate = RateMeter()  # tokens of prompts; whoever runs the steps adds
+        self.preemption = Preemption(self.tables, self.swaps, preemption_mode, self.prefill_rate)
         self.preemption_threshold = preemption_threshold
         # Blocks in use up to which requests are admitted, and preempted ones return.
         self._admission_limit = round_down(preemption_threshold * blocks.num_blocks)
         self._return_limit = round_down((preemption_threshold - RETURN_MARGIN) * blocks.num_blocks)
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self._prefilling: Request | None = None  # the one that is in the middle of its prompt
-        self._requests: dict[str, Request] = {}  # unfinished, by id
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack, slot 0 on top
         self._failed: list[Request] = []
-        self._num_arrivals = 0
-        self._num_steps = 0
         # The request that found no room, and how many blocks were in use: nothing is looked up
         # again while it is the next and no fewer are.
         self._blocked: tuple[Request, int] | None = None
-
-    def add(self, request: Request) -> None:
-        """Queue a new request. Raises InputError when it can never run."""
-        self.validate(request)
-        parent = request.parent
-        if parent is not None:
-            assert parent.arrival >= 0, f"{parent} must be added before its child {request}"
-            assert parent.prompt_token_ids == request.prompt_token_ids
-        request.arrival = self._num_arrivals
-        request.arrival_step = self._num_steps
-        self._num_arrivals += 1
-        # The last token is sampled but never stored, hence the 1: even alone in the cache, a
-        # sequence cannot grow further.
-        limit = min(self.max_model_len, self.blocks.max_tokens + 1)
-        if request.params.max_tokens is not None:
-            limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
-        request.max_total_tokens = limit
-        self._requests[request.request_id] = request
-        insort(self.waiting, request, key=self.order)
-
-    def abort(self, request_id: str) -> Request | None:
-        """End a request with reason "abort"; None when it is unknown, or finished before."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._finish(request, "abort", None)
-        return request
-
-    def stop(self, request: Request, stop_reason: str) -> None:
-        """End a request with reason "stop" because its text holds the string `stop_reason`.
-
-        It counts more than the length that the request may have reached with the same token.
-        """
-        if request.finished:
-            request.finish_reason, request.stop_reason = "stop", stop_reason
-        else:
-            self._finish(request, "stop", stop_reason)
-
-    def has_unfinished(self) -> bool:
-        """True while any request waits or runs."""
-        return bool(self._requests)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when nothing can run before tokens in flight are updated.
@@ -191,21 +142,6 @@ class Scheduler:
             self._finish(request, reason, stop_reason)
             ended.append(request)
         return ended
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError unless blocks, slots and queues agree with the requests."""
-        self.tables.check_integrity(self.running, self.swaps.num_references)
-        self.swaps.check_integrity([*self.running, *self.waiting])
-        slots = sorted([*self._free_slots, *(r.slot for r in self.running if r.slot is not None)])
-        if slots != list(range(self.max_num_seqs)):
-            raise RuntimeError(f"slots {slots} are not each of 0..{self.max_num_seqs - 1} once")
-        arrivals = sorted(r.arrival for r in (*self.running, *self.waiting))
-        if arrivals != sorted(r.arrival for r in self._requests.values()):
-            raise RuntimeError(f"queues hold arrivals {arrivals}, not all once")
-        for queue, key in ((self.running, urgency), (self.waiting, self.order)):
-            keys = list(map(key, queue))
-            if keys != sorted(keys):
-                raise RuntimeError(f"a queue is out of order: {keys}")
 
     def _decode(self, step: ScheduledStep) -> None:
         """One token for each running request past its prompt."""
@@ -409,7 +345,8 @@ class Scheduler:
                 mode, reason = RECOMPUTE, "the swap space is smaller than planned"
             if victim.finished:
                 return
-        self.preemption.count(victim, mode, reason)
+        logger.info("request %r is preempted: %s, %s", victim.request_id, mode, reason)
+        self.num_preemptions[mode] += 1
         self._release(victim)
         victim.decoding = victim.returning = False
         victim.num_preemptions += 1
@@ -440,40 +377,6 @@ class Scheduler:
         logger.error("request %r ends: %s", request.request_id, error)
         self._finish(request, "error", str(error))
         self._failed.append(request)
-
-    def _finish(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
-        if request.status is RequestStatus.RUNNING:
-            self._release(request)
-        else:
-            self.waiting.remove(request)
-        self.swaps.release(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
-        del self._requests[request.request_id]
-
-    def _release(self, request: Request) -> None:
-        """Take a running request's place, blocks and slot back."""
-        self.running.remove(request)
-        if self._prefilling is request:
-            self._prefilling = None
-        self.tables.release(request)
-        assert request.slot is not None
-        self._free_slots.append(request.slot)
-        request.slot = None
-
-    def validate(self, request: Request) -> None:
-        """Raise InputError, with the numbers, for a request that can never run."""
-        name = f"request {request.request_id!r}"
-        if request.request_id in self._requests:
-            raise InputError(f"{name}: a request with this id is not finished yet")
-        request.validate(self.max_model_len, self.vocab_size)
-        blocks, num_prompt = self.blocks, len(request.prompt_token_ids)
-        if num_prompt > blocks.max_tokens:
-            raise InputError(
-                f"{name}: the prompt of {num_prompt} tokens needs {blocks.blocks_for(num_prompt)} "
-                f"KV blocks of {blocks.block_size} tokens; the cache has {blocks.num_blocks}"
-            )
 
 
 def round_down(x: float) -> int:
