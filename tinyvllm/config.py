@@ -73,7 +73,9 @@ class EngineConfig:
     pool_reuse_allow_internal_dependencies: bool = option(
         True, "the pool may make a stream wait for another's free to reuse its memory"
     )
-    disable_log_stats: bool = option(False, "no periodic line of statistics in the log")
+    disable_log_stats: bool = option(
+        False, "no periodic line of statistics in the log, nor a warning when KV blocks run low"
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):

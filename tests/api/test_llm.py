@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import threading
+import time
 
 import pytest
 
@@ -252,3 +254,30 @@ def test_tokens_from_the_prefix_cache_are_reported(llm):
     first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_stats_while_another_thread_generates(golden, monkeypatch):
+    """They come after the step under way: the other thread does not take the lock again first."""
+    with LLM(str(golden / "llama_bias"), **OPTIONS) as llm:
+        step = llm.engine.step
+
+        def slow_step():
+            time.sleep(0.003)  # a wait for the device
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", slow_step)
+        prompts = [{"prompt_token_ids": [3] * 9}] * 8
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        worker = threading.Thread(target=llm.generate, args=(prompts, params))
+        worker.start()
+        seen = []
+        while worker.is_alive():
+            seen.append(llm.stats())
+            time.sleep(0.0005)
+        worker.join()
+        last = llm.stats()
+        assert last.generation_tokens == 800 and last.num_steps >= 100
+    steps = [stats.num_steps for stats in seen]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > 85, "nearly every step is seen"
+    assert any(stats.num_requests_running == 8 and stats.fragmentation > 0 for stats in seen)

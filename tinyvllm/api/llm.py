@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tinyvllm.api.interrupt import Interrupt, deferred_interrupt
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
+from tinyvllm.engine.stats import EngineStats
 from tinyvllm.model.tokenizer import Tokenizer
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.progress import Progress
@@ -35,6 +37,9 @@ class LLM(Closing):
         # Outputs not yet handed out, by request: several streams may be read in turn.
         self._inbox: dict[str, list[RequestOutput]] = {}
         self._lock = threading.RLock()  # whoever needs news steps the engine for all
+        # Taken before the lock, for as long as it takes to get that. Without it a thread that steps
+        # in a loop takes the lock again before one that waits for it has woken up.
+        self._turn = threading.RLock()
 
     def generate(
         self,
@@ -119,6 +124,14 @@ class LLM(Closing):
         finally:
             self._end(request_id)
 
+    def stats(self) -> EngineStats:
+        """What the engine holds and has done so far; may be called while other threads generate.
+
+        It then waits for the end of the step that is being launched.
+        """
+        with self._locked_in_turn():
+            return self.engine.stats()
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
@@ -180,6 +193,14 @@ class LLM(Closing):
             self.engine.enqueue(request_id, sequences, stream=stream)
             self._inbox[request_id] = []
 
+    @contextmanager
+    def _locked_in_turn(self) -> Iterator[None]:
+        """Holds the lock, after all that have asked for it in this way before."""
+        with ExitStack() as held:
+            with self._turn:
+                held.enter_context(self._lock)
+            yield
+
     def _step(self) -> None:
         """Steps the engine and sorts its news."""
         try:
@@ -196,7 +217,7 @@ class LLM(Closing):
     def _wait(self, request_id: str) -> list[RequestOutput]:
         """Steps the engine until there is news of a request, and takes it."""
         while True:
-            with self._lock:
+            with self._locked_in_turn():
                 if news := self._inbox[request_id]:
                     self._inbox[request_id] = []
                     return news
@@ -208,7 +229,7 @@ class LLM(Closing):
         """Steps the engine until these requests have finished, or Ctrl-C is pressed."""
         with Progress(len(waiting), "Processed prompts", shown=use_tqdm) as bar:
             while waiting and not interrupt.pending:
-                with self._lock:
+                with self._locked_in_turn():
                     done = {request_id for request_id in waiting if self._inbox[request_id]}
                     waiting -= done
                     if waiting and not done:

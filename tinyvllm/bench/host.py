@@ -11,6 +11,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.budget import plan_memory
+from tinyvllm.memory.pool import PoolStats, planned_usage
 from tinyvllm.memory.swapper import Swapper
 from tinyvllm.ops.executor import Executor
 from tinyvllm.ops.numpy_executor import NumpyResult
@@ -72,6 +73,10 @@ class NullBackend:
 
     def enter(self) -> None:
         """Any thread may give it work."""
+
+    def pool_stats(self) -> PoolStats:
+        """The plan."""
+        return planned_usage(self.memory)
 
     def sleep(self, level: int) -> None:
         """Nothing to give back."""

@@ -9,6 +9,7 @@ from tinyvllm.driver.device import cuda_unavailable
 from tinyvllm.engine.cpu_backend import CpuBackend
 from tinyvllm.engine.cuda_backend import CudaBackend
 from tinyvllm.memory.budget import MemoryPlan
+from tinyvllm.memory.pool import PoolStats
 from tinyvllm.memory.swapper import Swapper
 from tinyvllm.model.hub import LocalModel
 from tinyvllm.ops.executor import Executor
@@ -35,6 +36,10 @@ class Backend(Protocol):
 
     def enter(self) -> None:
         """Comes before work that a thread gives the device."""
+        ...
+
+    def pool_stats(self) -> PoolStats:
+        """What the pool of device memory holds."""
         ...
 
     def sleep(self, level: int) -> None:

@@ -16,6 +16,7 @@ from tinyvllm.engine.sizing import (
     swap_space,
 )
 from tinyvllm.memory.numpy_swapper import NumpySwapper
+from tinyvllm.memory.pool import PoolStats, planned_usage
 from tinyvllm.model.hub import LocalModel
 from tinyvllm.model.weights import check_weights, load_numpy
 from tinyvllm.ops.executor import Executor
@@ -53,11 +54,16 @@ class CpuBackend:
     def enter(self) -> None:
         """Any thread may use the arrays."""
 
+    def pool_stats(self) -> PoolStats:
+        """Of a pool that is given all of the plan on waking, and has it back while asleep."""
+        return planned_usage(self.memory, awake=self._awake)
+
     def sleep(self, level: int) -> None:
         """Drops states and arenas, at level 2 the weights too; see `Backend.sleep`."""
         self.executor.close()
         if self.swapper is not None:
             self.swapper.detach()
+        self._awake = False
         if level == 2:
             self._weights = {}
 
@@ -75,6 +81,7 @@ class CpuBackend:
         if self.swapper is not None:
             self.swapper.attach(states["kv_cache"])
         self._weights = weights
+        self._awake = True
 
     def close(self) -> None:
         """Drops all arrays."""

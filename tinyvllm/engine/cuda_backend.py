@@ -18,7 +18,7 @@ from tinyvllm.engine.sizing import (
     swap_space,
 )
 from tinyvllm.memory.cuda_swapper import CudaSwapper
-from tinyvllm.memory.pool import DevicePool, OutOfMemoryError
+from tinyvllm.memory.pool import DevicePool, OutOfMemoryError, PoolStats
 from tinyvllm.memory.upload import CopyJob, Uploader
 from tinyvllm.model.hub import LocalModel
 from tinyvllm.model.llama import step_program
@@ -68,7 +68,7 @@ class CudaBackend:
             )
             self.limits = engine_limits(config, self.max_model_len, self.memory.num_blocks)
             self.stream = stack.enter_context(Stream())
-            self.pool = stack.enter_context(
+            self.pool: DevicePool = stack.enter_context(
                 DevicePool(
                     self.device,
                     self.memory.budget,
@@ -94,6 +94,10 @@ class CudaBackend:
     def enter(self) -> None:
         """Makes the context current in the calling thread."""
         self.device.make_current()
+
+    def pool_stats(self) -> PoolStats:
+        """The pool's own attributes."""
+        return self.pool.stats()
 
     def sleep(self, level: int) -> None:
         """Frees all of the pool, at level 1 after a copy of the weights; see `Backend.sleep`.

@@ -12,11 +12,13 @@ import numpy as np
 
 from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.engine.backend import Backend, open_backend
+from tinyvllm.engine.monitor import Monitor
 from tinyvllm.engine.output_processor import OutputProcessor
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.row_lists import row_lists
 from tinyvllm.engine.runner import ModelRunner, RunningStep
 from tinyvllm.engine.scheduler import Scheduler
+from tinyvllm.engine.stats import EngineStats
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
@@ -55,6 +57,7 @@ class LLMEngine:
         self._outputs = OutputProcessor(self.tokenizer)
         self._running: deque[RunningStep] = deque()
         self._last_end = 0.0  # time.perf_counter() when the last step had ended
+        self._monitor = Monitor(self.scheduler, self.backend, log=not config.disable_log_stats)
         self._closed = False
         self._sleeping = False
         # Launching step n + 1 before reading the tokens of step n keeps a GPU busy while the host
@@ -118,6 +121,8 @@ class LLMEngine:
     def enqueue(self, request_id: str, requests: list[Request], *, stream: bool = False) -> None:
         """Queues what `make_requests` returned."""
         self._check_awake()
+        if not self.scheduler.has_unfinished():
+            self._monitor.resumed()
         for i, request in enumerate(requests):
             try:
                 self.scheduler.add(request)
@@ -163,6 +168,7 @@ class LLMEngine:
         news = self._outputs.outputs(failed, failed) if failed else []
         if scheduled is not None:
             self._running.append(self._runner.launch(scheduled))
+            self._monitor.launched(scheduled)
             if len(self._running) < self._max_running:
                 return news
         if not self._running:
@@ -170,6 +176,7 @@ class LLMEngine:
             return news
         news += self._take(self._running[0])
         self._running.popleft()
+        self._monitor.stepped()
         return news
 
     def _take(self, running: RunningStep) -> list[RequestOutput]:
@@ -191,6 +198,12 @@ class LLMEngine:
             seconds = now - max(running.launched, self._last_end)
             self.scheduler.prefill_rate.add(num_prompt, seconds)
         self._last_end = now
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what the engine holds and has done; takes about 0.5 us a sequence."""
+        self._check_open()
+        self.backend.enter()
+        return self._monitor.stats()
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends every request and forgets the steps under way; returns what there is of each."""

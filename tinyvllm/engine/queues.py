@@ -52,6 +52,7 @@ class Queues:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack, slot 0 on top
         self._num_arrivals = 0
         self._num_steps = 0
+        self._num_finished_tokens = 0  # output of the requests that have ended
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises InputError when it can never run."""
@@ -93,6 +94,12 @@ class Queues:
         """True while any request waits or runs."""
         return bool(self._requests)
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """Output tokens of all requests so far, the ended ones included."""
+        live = sum(len(request.output_token_ids) for request in self._requests.values())
+        return self._num_finished_tokens + live
+
     def check_integrity(self) -> None:
         """Raise RuntimeError unless blocks, slots and queues agree with the requests."""
         self.tables.check_integrity(self.running, self.swaps.num_references)
@@ -118,6 +125,7 @@ class Queues:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         del self._requests[request.request_id]
+        self._num_finished_tokens += len(request.output_token_ids)
 
     def _release(self, request: Request) -> None:
         """Take a running request's place, blocks and slot back."""

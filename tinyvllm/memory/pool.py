@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.memory import MemPool, PoolUsage
+from tinyvllm.memory.budget import MemoryPlan
 from tinyvllm.util import Closing, align_up, format_bytes
 
 GRANULARITY = 32 << 20  # bytes; the driver grows a pool in pieces of this size
@@ -23,6 +24,16 @@ class PoolStats(PoolUsage):
 
     budget: int
     threshold: int
+
+
+def planned_usage(plan: MemoryPlan, awake: bool = True) -> PoolStats:
+    """What a pool holds that was given all of a plan at once and, unless `awake`, lost it since.
+
+    Stands for the pool where there is none: executors without a GPU follow the same plan.
+    """
+    peak = plan.fixed + plan.kv
+    size = peak if awake else 0
+    return PoolStats(size, peak, size, peak, plan.budget, plan.threshold)
 
 
 class DevicePool(Closing):
