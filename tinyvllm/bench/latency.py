@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -89,10 +90,13 @@ def bench_latency(
         )
 
 
-def decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, float]:
+def decode_times(
+    engine: LLMEngine, batch: int, context: int, each_step: Callable[[], None] | None = None
+) -> tuple[float, float]:
     """Median seconds of a step, and of the host's own work in it, while all rows decode.
 
     Runs until every request has finished. The middle of the measured steps has the context named.
+    `each_step` is called before each measured step and counts to its time.
     """
     params = SamplingParams(temperature=0, max_tokens=MEASURED_STEPS, ignore_eos=True)
     if batch > engine.scheduler.max_num_seqs:
@@ -108,6 +112,8 @@ def decode_times(engine: LLMEngine, batch: int, context: int) -> tuple[float, fl
     while engine.has_unfinished_requests():
         decoding = len(running) == batch and all(r.decoding for r in running)
         waited, start = getattr(executor, "waited", 0.0), time.perf_counter()
+        if each_step is not None and decoding:
+            each_step()
         engine.step()
         seconds = time.perf_counter() - start
         if decoding:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from tinyvllm.cli.options import Commands, add_options, from_args
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check_int
 
 
 def add(commands: Commands) -> None:
@@ -30,6 +30,61 @@ def add(commands: Commands) -> None:
     _finish(startup, run_startup)
 
     _finish(kinds.add_parser("load", help="rate of loading safetensors onto the GPU"), run_load)
+    _add_sweep(kinds)
+    _add_preemption(kinds)
+
+    memory = kinds.add_parser("memory", help="allocations, copies, and swapping beside a decode")
+    memory.add_argument(
+        "--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64], help="tokens"
+    )
+    memory.add_argument("--batch", type=int, default=32, help="sequences that decode meanwhile")
+    memory.add_argument("--context", type=int, default=256, help="tokens before a decode step")
+    memory.add_argument("--json", action="store_true", help="print one JSON object")
+    _finish(memory, run_memory)
+
+
+def _add_sweep(kinds: Commands) -> None:
+    sweep = kinds.add_parser("sweep", help="which batch, block size and threshold suit a load")
+    sweep.add_argument(
+        "--what",
+        nargs="+",
+        choices=("batch", "block-size", "threshold"),
+        default=["batch", "block-size", "threshold"],
+        help="what to vary",
+    )
+    sweep.add_argument("--lengths", help="file with a request a line: length in, length out")
+    sweep.add_argument("--requests", type=int, default=512, help="how many, without --lengths")
+    sweep.add_argument(
+        "--mean-input-len", type=float, default=161, help="mean length in, without --lengths"
+    )
+    sweep.add_argument(
+        "--mean-output-len", type=float, default=338, help="mean length out, without --lengths"
+    )
+    sweep.add_argument("--batches", type=int, nargs="+", help="batch sizes (default: 1 to 256)")
+    sweep.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64], help="tokens")
+    sweep.add_argument("--thresholds", type=float, nargs="+", help="(default: 0.70 to 0.95)")
+    sweep.add_argument(
+        "--share", type=float, default=0.25, help="of the KV blocks needed, to vary thresholds with"
+    )
+    sweep.add_argument(
+        "--simulate", action="store_true", help="waste of block sizes alone: needs no device"
+    )
+    sweep.add_argument("--json", action="store_true", help="print one JSON object")
+    _finish(sweep, run_sweep)
+
+
+def _add_preemption(kinds: Commands) -> None:
+    parser = kinds.add_parser("preemption", help="swapping against recomputing, with few KV blocks")
+    parser.add_argument("--sequences", type=int, default=256, help="requests, queued at once")
+    parser.add_argument("--input-len", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--output-len", type=int, default=512, help="tokens of each output")
+    parser.add_argument("--share", type=float, default=0.25, help="of the KV blocks needed")
+    parser.add_argument("--runs", type=int, default=3, help="runs, of which the median counts")
+    parser.add_argument(
+        "--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64], help="tokens"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _finish(parser, run_preemption)
 
 
 def _finish(
@@ -70,3 +125,46 @@ def run_load(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.load import bench_load
 
     bench_load(config)
+
+
+def run_sweep(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.lengths import exponential_lengths, read_lengths
+    from tinyvllm.bench.sweep import BATCHES, THRESHOLDS, bench_sweep
+
+    if args.lengths is None:
+        check_int("requests", args.requests, 1, None)
+        lengths = exponential_lengths(args.requests, args.mean_input_len, args.mean_output_len)
+    else:
+        lengths = read_lengths(args.lengths)
+    bench_sweep(
+        config,
+        lengths,
+        parts=args.what,
+        batches=args.batches or BATCHES,
+        block_sizes=args.block_sizes,
+        thresholds=args.thresholds or THRESHOLDS,
+        share=args.share,
+        simulate=args.simulate,
+        as_json=args.json,
+    )
+
+
+def run_preemption(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.preemption import bench_preemption
+
+    bench_preemption(
+        config,
+        args.block_sizes,
+        sequences=args.sequences,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        share=args.share,
+        runs=args.runs,
+        as_json=args.json,
+    )
+
+
+def run_memory(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.memory import bench_memory
+
+    bench_memory(config, args.block_sizes, args.batch, args.context, as_json=args.json)
