@@ -79,7 +79,7 @@ class EngineStats:
     swap: SwapUsage
     num_preemptions_swap: int
     num_preemptions_recompute: int
-    prefix_cache_queries: int  # tokens of the sequences that began and may share
+    prefix_cache_queries: int  # tokens of sequences that began, or came back, and may share
     prefix_cache_hits: int  # of these, not computed
     prompt_tokens: int  # of the requests that began, each prompt once
     prefill_tokens: int  # computed as prompts, what preemptions repeated included, hits left out
