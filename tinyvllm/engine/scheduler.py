@@ -116,7 +116,8 @@ class Scheduler(Queues):
     def update(self, step: ScheduledStep, sampled_tokens: Sequence[int]) -> list[Request]:
         """Take the tokens of `step.sampling_rows`, in that order; return the requests that end.
 
-        Their blocks and slots are free at once. A token of a request that ended since the step
+        Their slots are free at once, and so are their blocks, but for those that copies under way
+        need. A token of a request that ended since the step
         was scheduled is dropped. Full blocks that the step completed enter the prefix cache.
         """
         for request, num_preemptions, num_tokens in step.filled:

@@ -132,6 +132,7 @@ class CudaSwapper(Slabs):
                 self._copy(pieces, self._stream)
             except CudaError:
                 # Some of the copies may be under way, and the caller will use their blocks.
+                self._free_events.append(events)
                 self._stream.synchronize()
                 raise
             events[1].record(self._stream)
