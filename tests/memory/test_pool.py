@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fake_driver import NOT_READY
 
-from tinyvllm.driver.calls import CudaError, recording
+from tinyvllm.driver.calls import CudaError, driver_api, recording
 from tinyvllm.driver.device import Event, Stream
 from tinyvllm.driver.graph import capture
 from tinyvllm.driver.memory import MemPool, copy_to_host, memset
@@ -112,17 +112,30 @@ def test_budget_on_the_device(device, stream):
 
 
 @pytest.mark.gpu
-def test_an_allocation_with_its_free_takes_at_most_2_5_microseconds(device, stream):
-    times = []
-    with DevicePool(device, 256 * MIB) as pool:
+def test_an_allocation_with_its_free_costs_little_beside_the_two_driver_calls(device, stream):
+    """Hosts differ in speed: the bindings' own time, in turns with ours, is the measure."""
+    api = driver_api()
+
+    def pair(pool):
+        pool.free(pool.alloc(MIB, stream), stream)
+
+    def bare(pool):
+        api.cuMemFreeAsync(
+            api.cuMemAllocFromPoolAsync(MIB, pool.handle, stream.handle)[1], stream.handle
+        )
+
+    times = {pair: [], bare: []}
+    with DevicePool(device, 256 * MIB) as pool, MemPool(device, 256 * MIB) as mem_pool:
         for _ in range(30):
-            stream.synchronize()
-            start = time.perf_counter()
-            for _ in range(500):
-                pool.free(pool.alloc(MIB, stream), stream)
-            times.append((time.perf_counter() - start) / 500)
-    print(f"pool allocation + free: {statistics.median(times) * 1e6:.2f} us")
-    assert statistics.median(times) <= 2.5e-6
+            for once, owner in ((pair, pool), (bare, mem_pool)):
+                stream.synchronize()
+                start = time.perf_counter()
+                for _ in range(500):
+                    once(owner)
+                times[once].append((time.perf_counter() - start) / 500 * 1e6)
+    ours, theirs = statistics.median(times[pair]), statistics.median(times[bare])
+    print(f"pool allocation + free: {ours:.2f} us, the bare bindings {theirs:.2f} us")
+    assert ours <= 2 * theirs
 
 
 SIZE = 64 * MIB  # of the buffers below

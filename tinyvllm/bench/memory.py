@@ -14,9 +14,9 @@ import numpy as np
 from tinyvllm.api.llm import LLM
 from tinyvllm.bench.latency import MEASURED_STEPS, decode_times
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.calls import call
+from tinyvllm.driver.calls import call, driver_api
 from tinyvllm.driver.device import Device, Event, Stream, cuda_unavailable
-from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host
+from tinyvllm.driver.memory import MemPool, PinnedBuffer, copy_to_device, copy_to_host
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.memory.swapper import Pairs, Swapper, Ticket
@@ -33,6 +33,7 @@ class AllocationTimes:
     """Microseconds that 1 MiB takes to allocate and free, on the host."""
 
     pool_us: float
+    binding_us: float  # the two driver functions that the pool calls, called by themselves
     driver_us: float  # cuMemAlloc and cuMemFree
 
 
@@ -70,8 +71,9 @@ def bench_memory(
         plain_out, plain_in = plain_rates(device, stream)
     if not as_json:
         print(
-            f"{name}: 1 MiB allocated and freed in {allocation.pool_us:.2f} us by the pool, "
-            f"{allocation.driver_us:.1f} us by cuMemAlloc and cuMemFree\n"
+            f"{name}: 1 MiB allocated and freed in {allocation.pool_us:.2f} us by the pool (the "
+            f"bare bindings {allocation.binding_us:.2f}), {allocation.driver_us:.1f} us by "
+            f"cuMemAlloc and cuMemFree\n"
             f"plain pinned copies: {plain_out / 1e9:.1f} GB/s out, {plain_in / 1e9:.1f} GB/s in\n"
             f"swapping, as a share of these, and a decode step of {batch} sequences\n"
             f"{'block':>5} {'KiB':>5} {'out':>6} {'in':>6} {'out decoding':>13} "
@@ -104,23 +106,26 @@ def bench_memory(
         print(json.dumps({**result, "plain_in": plain_in, "rows": [asdict(row) for row in rows]}))
 
 
-def allocation_times(device: Device, stream: Stream, count: int = 1000) -> AllocationTimes:
-    """Medians over five rounds of `count` allocations (a tenth for the driver's)."""
+def allocation_times(device: Device, stream: Stream, count: int = 500) -> AllocationTimes:
+    """Medians over 30 rounds of `count` allocations (a tenth for the driver's)."""
+    api = driver_api()
 
-    def median_us(once: Callable[[], None], count: int) -> float:
+    def median_us(once: Callable[[], object], count: int) -> float:
         rounds = []
-        for _ in range(5):
+        for _ in range(30):
+            stream.synchronize()
             start = time.perf_counter()
             for _ in range(count):
                 once()
             rounds.append((time.perf_counter() - start) / count * 1e6)
-            stream.synchronize()
         return statistics.median(rounds)
 
-    with DevicePool(device, 64 * MIB) as pool:
+    with DevicePool(device, 64 * MIB) as pool, MemPool(device, 64 * MIB) as bare:
+        alloc, free, handle = api.cuMemAllocFromPoolAsync, api.cuMemFreeAsync, stream.handle
+        binding_us = median_us(lambda: free(alloc(MIB, bare.handle, handle)[1], handle), count)
         pool_us = median_us(lambda: pool.free(pool.alloc(MIB, stream), stream), count)
     driver_us = median_us(lambda: call("cuMemFree", call("cuMemAlloc", MIB)), count // 10)
-    return AllocationTimes(pool_us, driver_us)
+    return AllocationTimes(pool_us, binding_us, driver_us)
 
 
 def plain_rates(device: Device, stream: Stream) -> tuple[float, float]:

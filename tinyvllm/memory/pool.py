@@ -64,6 +64,8 @@ class DevicePool(Closing):
             reuse_allow_internal_dependencies=reuse_allow_internal_dependencies,
             max_bytes=align_up(budget_bytes, GRANULARITY),
         )
+        # Bound once: look-ups count where an allocation takes two microseconds.
+        self._alloc, self._free = self._pool.alloc, self._pool.free
         self._device = device
         self._sizes: dict[int, int] = {}
         self._used = 0  # in host order, so that the budget needs no question to the driver
@@ -71,16 +73,17 @@ class DevicePool(Closing):
     def alloc(self, num_bytes: int, stream: Stream) -> int:
         """Address of `num_bytes` (> 0). Raises OutOfMemoryError when they do not fit."""
         assert num_bytes > 0, num_bytes
-        if self._used + num_bytes > self.budget:
+        used = self._used + num_bytes
+        if used > self.budget:
             raise self._out_of_memory(num_bytes)
         try:
-            address = self._pool.alloc(num_bytes, stream)
+            address = self._alloc(num_bytes, stream)
         except CudaError as error:
             if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
             address = self._alloc_after_trim(num_bytes, stream)
         self._sizes[address] = num_bytes
-        self._used += num_bytes
+        self._used = used
         return address
 
     def _alloc_after_trim(self, num_bytes: int, stream: Stream) -> int:
@@ -97,7 +100,7 @@ class DevicePool(Closing):
     def free(self, address: int, stream: Stream) -> None:
         """Frees an allocation after the work that `stream` was given so far."""
         self._used -= self._sizes.pop(address)
-        self._pool.free(address, stream)
+        self._free(address, stream)
 
     def trim(self) -> None:
         """Gives all unused memory back to the driver."""
