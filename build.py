@@ -17,21 +17,10 @@ from dataclasses import dataclass, replace
 from tinyvllm.driver.cache import CompiledKernel, Resources
 from tinyvllm.driver.calls import CompileError
 from tinyvllm.driver.compiler import compile_all, nvrtc_version
-from tinyvllm.driver.spec import DeviceInfo, KernelSpec, Launch
+from tinyvllm.driver.devices import DEVICES
+from tinyvllm.driver.spec import KernelSpec, Launch
 from tinyvllm.model.catalog import all_launches
 from tinyvllm.util import InputError
-
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-
-# A typical device of each architecture. Shared memory is what a block may use after opting in.
-DEVICES = {
-    "sm_80": DeviceInfo("A100", (8, 0), 108, 163 * KIB, 40 * MIB, 80 * GIB),
-    "sm_86": DeviceInfo("A40", (8, 6), 84, 99 * KIB, 6 * MIB, 48 * GIB),
-    "sm_89": DeviceInfo("L40S", (8, 9), 142, 99 * KIB, 96 * MIB, 48 * GIB),
-    "sm_90a": DeviceInfo("H200", (9, 0), 132, 227 * KIB, 60 * MIB, 141 * GIB, "hopper"),
-    "sm_100": DeviceInfo("B200", (10, 0), 148, 227 * KIB, 126 * MIB, 180 * GIB),
-    "sm_120": DeviceInfo("RTX 5090", (12, 0), 170, 99 * KIB, 96 * MIB, 32 * GIB),
-}
 
 # Kernels that may spill or have a stack frame: (architecture, start of the name) -> why.
 EXPLAINED: dict[tuple[str, str], str] = {}

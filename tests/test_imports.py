@@ -20,7 +20,14 @@ LAYERS = [
     {"model"},
     {"engine"},
     {"api"},
-    {"", "__main__", "bench", "cli", "doctor"},  # "" is tinyvllm itself, for its version
+    {
+        "",
+        "__main__",
+        "bench",
+        "cli",
+        "doctor",
+        "planning",
+    },  # "" is tinyvllm itself, for its version
 ]
 # Third-party packages, and the layers that may import them; None: all.
 PACKAGES = {

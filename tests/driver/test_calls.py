@@ -2,13 +2,12 @@ import enum
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from tinyvllm.driver import calls
-from tinyvllm.driver.calls import CudaError, call, phase, plain, recording, succeeds
+from tinyvllm.driver.calls import CudaError, call, plain, succeeds
 
 
 class Status(enum.IntEnum):
@@ -54,34 +53,6 @@ def test_expected_status_is_an_answer():
     assert not succeeds("cuBusy", Handle(), unless="NOT_READY")
     with pytest.raises(CudaError):
         succeeds("cuBusy", Handle(), unless="OTHER")
-
-
-def test_recorder_keeps_calls_with_phase_and_thread():
-    with recording() as recorder:
-        with phase("decode"):
-            call("cuOne", 1)
-        thread = threading.Thread(target=call, args=("cuTwo",), name="other")
-        thread.start()
-        thread.join()
-        with pytest.raises(CudaError):
-            call("cuBusy", Handle())
-    call("cuOne", 2)  # recording is over
-    one, two, busy = recorder.calls
-    assert (one.name, one.args, one.result, one.phase) == ("cuOne", (1,), 2, "decode")
-    assert (two.result, two.phase, two.thread) == ((3, 4), "start-up", "other")
-    assert (busy.args, busy.status) == ((4096,), 600)
-    assert one.start <= two.start <= busy.start and one.seconds >= 0
-
-
-def test_phases_nest_and_end_after_errors():
-    with recording() as recorder:
-        with pytest.raises(KeyError), phase("weights"):
-            with phase("compile"):
-                call("cuNothing")
-            call("cuNothing")
-            raise KeyError
-        call("cuNothing")
-    assert [c.phase for c in recorder.calls] == ["compile", "weights", "start-up"]
 
 
 def test_plain_values():

@@ -14,6 +14,7 @@ from tinyvllm.driver.compiler import (
     cuda_src_dir,
     parse_resources,
 )
+from tinyvllm.driver.recorder import recording
 from tinyvllm.driver.spec import Kernel
 from tinyvllm.util import DType, InputError
 
@@ -174,7 +175,7 @@ def test_key_changes_with_everything_that_matters(scale, tmp_path, monkeypatch):
 
 def test_compile_all_in_threads_compiles_each_spec_once(scale, cache):
     specs = [scale(DType.F32, 32 * n) for n in (1, 2, 3, 4, 1, 2)]
-    with calls.recording() as recorder:
+    with recording() as recorder:
         compiled = compile_all(specs, "sm_80", jobs=3, kernel_cache=cache)
     assert [k.resources.static_smem for k in compiled.values()] == [128, 256, 384, 512]
     runs = [c for c in recorder.calls if c.name == "nvrtcCompileProgram"]

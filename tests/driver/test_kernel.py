@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tinyvllm.driver.calls import CudaError, recording
+from tinyvllm.driver.calls import CudaError
 from tinyvllm.driver.kernel import (
     KernelLoader,
     LoadedKernel,
@@ -10,6 +10,7 @@ from tinyvllm.driver.kernel import (
     _packer,
 )
 from tinyvllm.driver.memory import MemPool, copy_to_host, memset
+from tinyvllm.driver.recorder import recording
 from tinyvllm.driver.spec import Kernel
 from tinyvllm.util import InputError
 
@@ -113,7 +114,10 @@ def test_running_costs_one_driver_call(mix, loader, out, stream):
     prepared = loader.prepare(mix.launch((1,), 64, smem=256, **{**ARGS, "out": out, "d": 1}))
     with recording() as recorder:
         prepared.run(stream)
-    assert [c.name for c in recorder.calls] == ["cuLaunchKernelEx"]
+    (made,) = recorder.calls
+    assert made.name == "cuLaunchKernelEx"
+    assert (made.args["kernel"], made.args["grid"]) == ("mix<64>", [1, 1, 1])
+    assert made.args["arguments"] == {**ARGS, "out": hex(out), "d": 1}
     config = prepared._config
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (1, 1, 1)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (64, 1, 1)

@@ -13,7 +13,7 @@ from comparison import tokens_of
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.calls import recording
+from tinyvllm.driver.recorder import recording
 from tinyvllm.engine import cuda_backend
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.pool import OutOfMemoryError
@@ -307,7 +307,7 @@ def test_decode_steps_on_a_gpu_allocate_nothing_and_wait_once(open_gpu_engine):
 def test_reserved_memory_is_constant_over_a_thousand_mixed_steps(open_gpu_engine):
     """Prompts in chunks with decodes, scores of prompts, row lists, samples, preemptions."""
     engine = open_gpu_engine(num_gpu_blocks_override=90, max_num_batched_tokens=64)
-    pool, stream, rng = engine.backend.pool, engine.backend.stream, random.Random(0)
+    pool, rng = engine.backend.pool, random.Random(0)
     kinds = [
         {"temperature": 0},
         {"prompt_logprobs": 5},
@@ -345,8 +345,9 @@ def test_reserved_memory_is_constant_over_a_thousand_mixed_steps(open_gpu_engine
     assert not {"cuMemAlloc", "cuMemFree", "cuMemPoolTrimTo"} & calls.keys()
     allocations, frees = calls["cuMemAllocFromPoolAsync"], calls["cuMemFreeAsync"]
     assert len(allocations) == len(frees) > 20
-    streams = {args[-1] for args in (*allocations, *frees)}
-    assert streams == {int(stream.handle)}, "temporaries come and go in the stream's order"
+    streams = {args["hStream"] for args in (*allocations, *frees)}
+    launched = {args["hStream"] for args in calls["cuGraphLaunch"]}
+    assert streams == launched and len(streams) == 1, "they come and go in the stream's order"
 
 
 @pytest.mark.gpu

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from fake_driver import NOT_READY
 
-from tinyvllm.driver.calls import CudaError, driver_api, recording
+from tinyvllm.driver.calls import CudaError, driver_api
 from tinyvllm.driver.device import Event, Stream
 from tinyvllm.driver.graph import capture
 from tinyvllm.driver.memory import MemPool, copy_to_host, memset
+from tinyvllm.driver.recorder import recording
 from tinyvllm.memory.pool import DevicePool, OutOfMemoryError
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tinyvllm.model import hub, smollm2
-from tinyvllm.model.hub import default_model, resolve_model
+from tinyvllm.model.hub import default_model, model_config, resolve_model
 from tinyvllm.model.presets import PRESETS
 from tinyvllm.util import DType, InputError
 
@@ -33,6 +33,20 @@ def test_gguf(write_gguf: Callable[..., Path]) -> None:
         source = model.open_source()
         source.read("model.norm.weight", DType.F32, np.empty(128, np.float32))
         source.close()
+
+
+def test_a_configuration_needs_no_weights(
+    golden: Path, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    assert model_config("llama-3.2-1b") == ("preset llama-3.2-1b", PRESETS["llama-3.2-1b"])
+    path = write_gguf()
+    assert model_config(str(path)) == (f"Tiny from {path}", resolve_model(str(path)).config)
+    shutil.copy(golden / "mistral" / "config.json", tmp_path)
+    where, config = model_config(str(tmp_path))
+    assert where == f"{tmp_path.name} from {tmp_path / 'config.json'}"
+    assert config == resolve_model(str(golden / "mistral")).config
+    with pytest.raises(InputError, match="model='org/name': no such directory or GGUF file"):
+        model_config("org/name")
 
 
 def test_preset_and_dummy_directory(golden: Path, tmp_path: Path) -> None:

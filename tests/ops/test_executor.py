@@ -7,6 +7,7 @@ from tinyvllm.ops.executor import (
     InputLayout,
     Recent,
     bind,
+    check_reads,
     described,
     follows,
     lifetimes,
@@ -145,3 +146,13 @@ def test_recent_keeps_what_was_used_last_and_drops_the_rest():
     assert [recent.get(key) for key in "abcde"] == ["A", None, None, "D", "E"]
     recent.clear()
     assert sorted(dropped) == ["A", "B", "C", "D", "E"] and len(recent) == 0
+
+
+def test_a_primitive_inside_a_fused_op_must_not_read_too_late():
+    """What a fused op's parts read counts: the fused op itself does not name it here."""
+    p = chain()
+    check_reads(p, {"a": 3, "layer0.b": 2, "y": 3, "x": 1})
+    late = Op("add", {"a": "x", "b": "x", "y": "z"}, {}, (Op("add", {"a": "a", "b": "x"}),))
+    p.ops.append(late)
+    with pytest.raises(ValueError, match=r"chain: op 4 \(add\) reads a after its last use"):
+        check_reads(p, {"a": 3, "layer0.b": 2, "y": 3, "x": 4})

@@ -101,7 +101,8 @@ def test_buffers_that_wrongly_overlap_change_the_result(monkeypatch, name, other
 
 
 def test_poison_shows_a_read_after_the_last_use(monkeypatch):
-    """A planner that overlooks a read: the values are still there, by luck, until poisoned."""
+    """A planner that overlooks a read: its own check sees it; without that the values are still
+    there, by luck, until poisoned."""
     arrays = mlp_arrays(4)
     right = Program.accesses
 
@@ -110,6 +111,9 @@ def test_poison_shows_a_read_after_the_last_use(monkeypatch):
         return [r for r in reads if not (op.kind == "add" and r == "d")], writes
 
     monkeypatch.setattr(Program, "accesses", overlooks)
+    with pytest.raises(ValueError, match=r"op 4 \(add\) reads d after its last use"):
+        run_numpy(mlp(), {"T": 4}, arrays)
+    monkeypatch.setattr("tinyvllm.ops.executor.check_reads", lambda program, last: None)
     assert_close(run_numpy(mlp(), {"T": 4}, arrays, poison=False), mlp_float64(arrays))
     assert np.isnan(run_numpy(mlp(), {"T": 4}, arrays, poison=True)["y"]).all()
 

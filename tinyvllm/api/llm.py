@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from tinyvllm.api.interrupt import Interrupt, deferred_interrupt
+from tinyvllm.api.tracing import EngineTrace
 from tinyvllm.config import EngineConfig
+from tinyvllm.driver.trace import Trace
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.stats import EngineStats
@@ -29,10 +32,22 @@ class LLM(Closing):
     An unknown option is a TypeError that names it; a value out of range, a model that cannot be
     read or does not fit is an InputError. Close it, or use it as a context manager, to free the
     device.
+
+    `trace` is a file to write every CUDA call to, while it is made: a listing, or by its suffix
+    JSON lines (.jsonl) or a trace for Perfetto (.json). On the CPU it gets the ops that run. One
+    model at a time can be traced.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(model=model, **options))
+    def __init__(
+        self, model: str, *, trace: str | Path | Trace | None = None, **options: Any
+    ) -> None:
+        config = EngineConfig(model=model, **options)
+        with ExitStack() as stack:  # closes the trace if the engine cannot start
+            self._trace = stack.enter_context(EngineTrace(trace)) if trace else None
+            self.engine = LLMEngine(config)
+            stack.pop_all()
+        if self._trace:
+            self._trace.begin(self.engine)
         self._ids = itertools.count()
         # Outputs not yet handed out, by request: several streams may be read in turn.
         self._inbox: dict[str, list[RequestOutput]] = {}
@@ -157,6 +172,8 @@ class LLM(Closing):
         """
         with self._lock:
             self.engine.wake_up()
+            if self._trace:
+                self._trace.begin(self.engine)
 
     def is_sleeping(self) -> bool:
         """True from `sleep` to `wake_up`."""
@@ -169,7 +186,12 @@ class LLM(Closing):
 
     def close(self) -> None:
         """Frees the device; the object cannot be used afterwards."""
-        self.engine.close()
+        trace, self._trace = self._trace, None
+        if trace is None:
+            self.engine.close()
+            return
+        with trace, closing(self.engine):  # also after an error, in this order
+            trace.end(self.engine)
 
     def _params_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -191,6 +213,8 @@ class LLM(Closing):
     def _begin(self, request_id: str, sequences: list[Request], *, stream: bool = False) -> None:
         with self._lock:
             self.engine.enqueue(request_id, sequences, stream=stream)
+            if self._trace:
+                self._trace.add(sequences)
             self._inbox[request_id] = []
 
     @contextmanager

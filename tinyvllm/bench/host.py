@@ -13,7 +13,7 @@ from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.budget import plan_memory
 from tinyvllm.memory.pool import PoolStats, planned_usage
 from tinyvllm.memory.swapper import Swapper
-from tinyvllm.ops.executor import Executor
+from tinyvllm.ops.executor import Executor, Report
 from tinyvllm.ops.numpy_executor import NumpyResult
 
 
@@ -41,6 +41,9 @@ class NullExecutor:
 
     def write_row(self, name: str, row: int, values: np.ndarray) -> None:
         """Nothing: there is no state."""
+
+    def report_times(self, report: Report | None) -> None:
+        """Nothing: no op takes any time."""
 
     def close(self) -> None:
         """Nothing to free."""

@@ -6,11 +6,14 @@ import argparse
 import dataclasses
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig
 from tinyvllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tinyvllm.driver.trace import Trace
 
 
 def add(commands: Commands) -> None:
@@ -22,7 +25,7 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=run_generate, max_tokens=128, temperature=0.0)
 
 
-def run_generate(args: argparse.Namespace) -> int:
+def run_generate(args: argparse.Namespace, trace: Trace | None = None) -> int:
     """Streams the completion of a prompt, then says how fast it was on standard error."""
     from tinyvllm.api.llm import LLM
     from tinyvllm.model.hub import default_model
@@ -31,7 +34,7 @@ def run_generate(args: argparse.Namespace) -> int:
     args.model = args.model or default_model()
     params = from_args(SamplingParams, args)
     config = from_args(EngineConfig, args, leave_out="seed")
-    with LLM(**dataclasses.asdict(config)) as llm:
+    with LLM(**dataclasses.asdict(config), trace=trace) as llm:
         print(f"{llm.engine.model.where} on {llm.engine.backend.device_name}", file=sys.stderr)
         stream_completion(llm, args.prompt, params, start)
     return 0

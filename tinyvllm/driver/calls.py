@@ -1,22 +1,28 @@
-"""The one checked path to every function of the CUDA driver and of NVRTC, with a recorder.
+"""The one checked path to every function of the CUDA driver and of NVRTC.
 
 `call("cuMemGetInfo")` checks the status and returns the bare result. The bindings are imported
-on first use, so that importing tinyvllm needs neither them nor a driver.
+on first use, so that importing tinyvllm needs neither them nor a driver. `recorder.py` listens.
 """
 
 from __future__ import annotations
 
 import enum
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-PHASES = ("start-up", "weights", "compile", "capture", "prefill", "decode", "swap")
+PHASES = (
+    "start-up",
+    "weights",
+    "compile",
+    "capture",
+    "prefill",
+    "decode",
+    "swap",
+    "shut-down",
+)
 
 
 @cache
@@ -46,7 +52,8 @@ class _Functions(dict[str, Callable[..., tuple[Any, ...]]]):
 
 
 _functions = _Functions()
-_recorder: Recorder | None = None
+# While calls are recorded: what calls a function instead (see recorder.py).
+_recorder: Callable[[str, tuple[Any, ...]], tuple[Any, ...]] | None = None
 _phase: ContextVar[str] = ContextVar("phase", default="start-up")
 
 
@@ -96,7 +103,7 @@ def call(name: str, *args: Any) -> Any:
     if _recorder is None:
         result = _functions[name](*args)
     else:
-        result = _recorder.call(name, args)
+        result = _recorder(name, args)
     if result[0]:
         raise _error(name, result[0], args)
     if len(result) == 1:
@@ -135,63 +142,22 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-# --- recording
-
-
-@dataclass(frozen=True)
-class Call:
-    """One recorded call. `start` is host time (`time.perf_counter`) and `seconds` its duration.
-
-    Arguments and results are plain: handles as int, enumerations by name, long bytes by length.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    result: Any
-    status: int
-    start: float
-    seconds: float
-    phase: str
-    thread: str
-
-
-@dataclass
-class Recorder:
-    """Collects `Call`s from all threads, in the order in which they ended."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    def call(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        function = _functions[name]
-        start = time.perf_counter()
-        result = function(*args)
-        seconds = time.perf_counter() - start
-        values = tuple(plain(value) for value in result[1:])
-        self.calls.append(
-            Call(
-                name,
-                tuple(plain(arg) for arg in args),
-                values[0] if len(values) == 1 else values or None,
-                int(result[0]),
-                start,
-                seconds,
-                _phase.get(),
-                threading.current_thread().name,
-            )
-        )
-        return result
-
-
-@contextmanager
-def recording() -> Iterator[Recorder]:
-    """Records every call of every thread while the context is open; contexts do not nest."""
+def set_recorder(
+    recorder: Callable[[str, tuple[Any, ...]], tuple[Any, ...]] | None,
+) -> None:
+    """Has every call go through `recorder`, which makes it and returns its result; None: none."""
     global _recorder
-    assert _recorder is None, "a recording is already running"
-    _recorder = recorder = Recorder()
-    try:
-        yield recorder
-    finally:
-        _recorder = None
+    _recorder = recorder
+
+
+def function(name: str) -> Callable[..., tuple[Any, ...]]:
+    """The function of that name, unchecked: for a recorder."""
+    return _functions[name]
+
+
+def current_phase() -> str:
+    """The phase that this thread's calls belong to."""
+    return _phase.get()
 
 
 @contextmanager
@@ -206,7 +172,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """A value that can be kept and printed: what a recorded argument or result becomes."""
+    """A value as a message shows it: handles as int, enumerations by name, long bytes by length."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -11,14 +11,13 @@ from typing import Any
 from tinyvllm.driver.cache import KernelCache
 from tinyvllm.driver.calls import CudaError, call, driver_api, phase
 from tinyvllm.driver.compiler import arch_name, compile_all
+from tinyvllm.driver.decode import forget_kernel, name_kernel
 from tinyvllm.driver.device import Device, Stream
-from tinyvllm.driver.spec import Kernel, KernelSpec, Launch
+from tinyvllm.driver.spec import PARAM_FORMATS, Kernel, KernelSpec, Launch
 from tinyvllm.util import Closing, InputError
 
 DEFAULT_SMEM = 48 * 1024  # dynamic bytes beyond this need the function's permission
 MAX_GRID = (2**31 - 1, 65535, 65535)
-# One parameter in a slot of eight bytes, for `struct`; which checks ranges, as ctypes does not.
-_FORMATS = {"ptr": "Q", "i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q", "f32": "f4x"}
 
 
 @dataclass
@@ -75,6 +74,7 @@ class KernelLoader(Closing):
         """Unloads all kernels; launches prepared from them must not run any more."""
         for kernel in self._loaded.values():
             call("cuModuleUnload", kernel.module)
+            forget_kernel(kernel.function)
         self._loaded.clear()
 
 
@@ -90,11 +90,16 @@ class PreparedLaunch:
         values = pointers + 8 * count
         self._block[:count] = list(range(values, values + 8 * count, 8))
         try:
+            # `struct` checks ranges, as ctypes does not.
             kernel.packer.pack_into(self._block, 8 * count, *launch.args)
         except struct.error as error:
             raise InputError(f"{_describe(launch)}: {_bad_argument(launch, error)}") from None
         self._function, self._pointers = kernel.function, pointers
         self._config = _launch_config(launch, pdl)
+
+    def load(self) -> None:
+        """Brings the kernel onto the device; the driver would wait for its first launch."""
+        call("cuFuncLoad", self._function)
 
     def run(self, stream: Stream) -> None:
         """Launches in `stream`; the driver copies the arguments before it returns."""
@@ -126,6 +131,7 @@ def _load(spec: KernelSpec, image: bytes, lowered_name: str) -> LoadedKernel:
         function = call("cuModuleGetFunction", module, lowered_name.encode())
     except CudaError as error:
         raise error.with_detail(f"loading {spec.name}") from None
+    name_kernel(function, spec)
 
     def limit(name: str) -> int:
         key = getattr(driver_api().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
@@ -142,7 +148,7 @@ def _load(spec: KernelSpec, image: bytes, lowered_name: str) -> LoadedKernel:
 
 
 def _packer(kernel: Kernel) -> struct.Struct:
-    return struct.Struct("<" + "".join(_FORMATS[kind] for kind, _ in kernel.params))
+    return struct.Struct("<" + "".join(PARAM_FORMATS[kind] for kind, _ in kernel.params))
 
 
 def _describe(launch: Launch) -> str:
@@ -167,7 +173,7 @@ def _bad_argument(launch: Launch, error: struct.error) -> str:
     """Names the argument that `struct` refused (it names only the format)."""
     for (kind, name), value in zip(launch.spec.kernel.params, launch.args, strict=True):
         try:
-            struct.pack("<" + _FORMATS[kind], value)
+            struct.pack("<" + PARAM_FORMATS[kind], value)
         except struct.error:
             return f"{name}={value!r} is no {kind}"
     return str(error)

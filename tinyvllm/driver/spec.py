@@ -18,7 +18,8 @@ CPP_TYPES = {
     DType.F32: "float",
     DType.I32: "int",
 }
-PARAM_TYPES = ("ptr", "i32", "u32", "i64", "u64", "f32")
+# A parameter of each type in a slot of eight bytes, as `struct` packs and unpacks it.
+PARAM_FORMATS = {"ptr": "Q", "i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q", "f32": "f4x"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Kernel:
     def params(self) -> tuple[tuple[str, str], ...]:
         """(type, name) of each parameter, in order."""
         params = tuple(tuple(p.split()) for p in self.signature.split(","))
-        assert all(len(p) == 2 and p[0] in PARAM_TYPES for p in params), self.signature
+        assert all(len(p) == 2 and p[0] in PARAM_FORMATS for p in params), self.signature
         return params  # type: ignore[return-value]
 
     def __call__(self, *template_args: DType | int | bool) -> KernelSpec:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.calls import CudaError
+from tinyvllm.driver.calls import CudaError, phase
 from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.kernel import KernelLoader
 from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host
@@ -128,7 +128,8 @@ class CudaBackend:
             stack.callback(self._give_back)
             self._base = self.pool.alloc(self.memory.weights, self.stream)
             stack.callback(self.pool.free, self._base, self.stream)
-            fill(self._base)
+            with phase("weights"):
+                fill(self._base)
             weights, _ = place_weights(self._packed, self._act, self._base)
             executor = CudaExecutor(
                 self._programs,

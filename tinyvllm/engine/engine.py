@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.config import EngineConfig, check_int
+from tinyvllm.driver.calls import phase
 from tinyvllm.engine.backend import Backend, open_backend
 from tinyvllm.engine.monitor import Monitor
 from tinyvllm.engine.output_processor import OutputProcessor
@@ -270,9 +271,10 @@ class LLMEngine:
         """Frees the device. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
-            self.backend.enter()
-            self._discard_running()
-            self.backend.close()
+            with phase("shut-down"):
+                self.backend.enter()
+                self._discard_running()
+                self.backend.close()
 
     def _discard_running(self) -> None:
         while self._running:

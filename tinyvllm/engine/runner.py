@@ -33,6 +33,11 @@ class RunningStep:
     tokens: Result
     logprobs: Result | None
 
+    @property
+    def phase(self) -> str:
+        """Whether all rows decode, as the recorder of CUDA calls names it."""
+        return "decode" if self.step.num_decodes == len(self.step.rows) else "prefill"
+
     def discard(self) -> None:
         """Gives up the outputs."""
         self.tokens.discard()
@@ -88,9 +93,10 @@ class ModelRunner:
         Their log-probabilities are added to the requests that want them and have not ended.
         """
         sampling = running.step.sampling_rows
-        tokens: list[int] = running.tokens.get()["tokens"][: len(sampling)].tolist()
-        if running.logprobs is not None:
-            found = running.logprobs.get()
+        with phase(running.phase):
+            tokens: list[int] = running.tokens.get()["tokens"][: len(sampling)].tolist()
+            found = None if running.logprobs is None else running.logprobs.get()
+        if found is not None:
             for i, row in enumerate(sampling):
                 request, count = row.request, row.request.params.logprobs
                 if count is not None and not request.finished:

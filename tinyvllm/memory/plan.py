@@ -1,4 +1,12 @@
-"""Static buffer reuse: from each buffer's first and last use to offsets in one arena."""
+"""Static buffer reuse: from each buffer's first and last use to offsets in one arena.
+
+Four rules, each marked where it is applied:
+
+1. find the last use of every buffer (`lifetimes` in ops/executor.py);
+2. check that nothing reads it later (`check_reads` there);
+3. from then on its region is free (`_place`);
+4. a new buffer takes the free region closest to it in size (`_best_fit`).
+"""
 
 from __future__ import annotations
 
@@ -99,6 +107,7 @@ def _groups(lives: list[Lifetime]) -> list[_Group]:
 def _place(order: list[_Group]) -> int:
     """Gives the groups offsets, in this order; returns the size of the arena."""
     for i, new in enumerate(order):
+        # Rule 3: what is not alive together with the new one does not take any room from it.
         taken = sorted((g.offset, g.end) for g in order[:i] if g.alive_with(new))
         new.offset = _best_fit(taken, new.size)
     return max((g.end for g in order), default=0)
@@ -111,6 +120,7 @@ def _best_fit(taken: list[tuple[int, int]], size: int) -> int:
         if start - end >= size:
             gaps.append((start - end, end))
         end = max(end, stop)
+    # Rule 4: the smallest gap that is large enough.
     return min(gaps)[1] if gaps else end
 
 

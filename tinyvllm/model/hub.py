@@ -86,6 +86,27 @@ def resolve_model(
     )
 
 
+def model_config(name_or_path: str) -> tuple[str, ModelConfig]:
+    """(where from, configuration) of a preset, a GGUF file or a directory with a config.json.
+
+    Neither weights nor the network are needed. InputError if it is none of these.
+    """
+    path = Path(name_or_path).expanduser()
+    if name_or_path in PRESETS:
+        return f"preset {name_or_path}", PRESETS[name_or_path]
+    if path.is_dir():
+        return f"{path.resolve().name} from {path / 'config.json'}", ModelConfig.from_directory(
+            path
+        )
+    if path.is_file():
+        model = _gguf(path, "auto")
+        return model.where, model.config
+    raise InputError(
+        f"model={name_or_path!r}: no such directory or GGUF file, and not a preset "
+        f"({', '.join(PRESETS)})"
+    )
+
+
 def default_model() -> str:
     """What to call `resolve_model` with for SmolLM2-135M-Instruct.
 

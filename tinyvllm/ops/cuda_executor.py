@@ -14,6 +14,7 @@ from tinyvllm.driver.graph import GraphExec, capture
 from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
 from tinyvllm.driver.memory import copy_to_device, copy_to_host, memset
 from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.driver.timing import LaunchTimer
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.output_ring import OutputRing, PendingOutputs
 from tinyvllm.memory.plan import Plan
@@ -23,6 +24,7 @@ from tinyvllm.ops.executor import (
     Dims,
     InputLayout,
     Recent,
+    Report,
     bind,
     follows,
     plan_program,
@@ -35,6 +37,7 @@ from tinyvllm.util import DType
 
 MAX_PREPARED = 128  # runs kept ready, as packed launches or as a graph: decode repeats its sizes
 NUM_SLOTS = 8  # runs whose inputs and outputs may be on their way at once
+TRACK = "compute stream"  # what traces call it
 OUTPUT_SLOT_BYTES = 1 << 20  # token ids and log-probabilities; larger fetches get their own
 
 
@@ -91,6 +94,7 @@ class CudaExecutor:
         }
         self._inputs = InputLayout.of(list(buffers.values()), limits)
         self._previous: tuple[Program, Dims] | None = None
+        self._timing: tuple[LaunchTimer, Report] | None = None
         self._owned = ExitStack()
         with self._owned as owned:  # after an error nothing is left
             self.arena = self._alloc(self.arena_bytes)
@@ -118,7 +122,8 @@ class CudaExecutor:
         graph: bool = False,
     ) -> PendingOutputs:
         """Queues a program with its copies and returns at once; see `Executor.run`."""
-        p, dims = self._programs[program], {**self._limits, **dims}
+        p, sizes = self._programs[program], dims
+        dims = {**self._limits, **dims}
         self._send(inputs)
         if follows(p):
             # Sizes differ from step to step, so this arena lives in stream order.
@@ -129,6 +134,8 @@ class CudaExecutor:
                 return self._fetch(p, dims, plan, arena, fetch)
             finally:
                 self._pool.free(arena, self._stream)
+        if self._timing is not None:
+            return self._run_timed(p, sizes, dims, fetch)
         key = (program, graph, *dims.values())
         ready = self._prepared.get(key)
         if ready is None:
@@ -173,9 +180,16 @@ class CudaExecutor:
         self._stream.synchronize()
         return array.dtype.decode(bits)
 
+    def report_times(self, report: Report | None) -> None:
+        """Reports the device's time of each launch; see `Executor.report_times`."""
+        if self._timing is not None:
+            self._timing[0].close()
+        self._timing = None if report is None else (LaunchTimer(), report)
+
     def close(self) -> None:
         """Waits for the stream and frees everything."""
         self._stream.synchronize()
+        self.report_times(None)
         self._owned.close()
 
     def _alloc(self, num_bytes: int) -> int:
@@ -224,6 +238,17 @@ class CudaExecutor:
                 _LaunchList(launches).run(self._stream)
             with graph:
                 return graph.instantiate()
+
+    def _run_timed(
+        self, p: Program, sizes: Dims, dims: Dims, fetch: tuple[str, ...]
+    ) -> PendingOutputs:
+        """Runs a program launch by launch and reports the times; `sizes` are those to report."""
+        assert self._timing is not None
+        timer, report = self._timing
+        launches = self._prepare(p, dims, self.plans[p.name], self.arena)
+        report(TRACK, *timer.run(p.name, sizes, launches, self._loader, self._stream))
+        self._previous = p, dims
+        return self._fetch(p, dims, self.plans[p.name], self.arena, fetch)
 
     def _prepare(self, p: Program, dims: Dims, plan: Plan, arena: int) -> list[PreparedLaunch]:
         launches = []

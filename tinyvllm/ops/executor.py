@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from tinyvllm.driver.recorder import Span
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.plan import Lifetime, Plan, plan_buffers
@@ -28,6 +29,8 @@ from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType, align_up
 
 Dims = Mapping[str, int]
+# Takes what a run's ops ran on, the run, and its ops with their times.
+Report = Callable[[str, Span, list[Span]], None]
 Value = TypeVar("Value")
 
 
@@ -92,6 +95,14 @@ class Executor(Protocol):
         """Writes the first elements of one row of a state, before the runs that follow."""
         ...
 
+    def report_times(self, report: Report | None) -> None:
+        """From now on reports each run of a step with the times of its ops; None: no longer.
+
+        Times are of ops (on the CPU) or launches (on the GPU) that run one after the other: no
+        graph, and no launch begins before the one before it has ended.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -120,7 +131,8 @@ def lifetimes(
                 )
         for name in (*reads, *writes):
             first.setdefault(name, i)
-            last[name] = i
+            last[name] = i  # rule 1 of memory/plan.py: in the end, the last use
+    check_reads(program, last)
     result = []
     for b in program.of_kind(TEMP, OUTPUT):
         if b.name in first:
@@ -132,6 +144,22 @@ def lifetimes(
             if size := op_def(op.kind).scratch(described(program, op, dims, act), device):
                 result.append(Lifetime(scratch_name(i), size, i, i, f"scratch.{op.kind}"))
     return result
+
+
+def check_reads(program: Program, last: Mapping[str, int]) -> None:
+    """Rule 2 of memory/plan.py: nothing reads a buffer after the op number `last[name]`.
+
+    It looks at the operands themselves, also at those of the primitives that a fused op replaced
+    (the NumPy executor runs them, in the same places); ValueError names the op that reads too late.
+    """
+    for i, op in enumerate(program.ops):
+        for part in (op, *op.parts):
+            for operand, name in part.operands.items():
+                planned = name in program.buffers and operand not in op_def(part.kind).writes
+                if planned and last.get(program.root(name), i) < i:
+                    raise ValueError(
+                        f"{program.name}: op {i} ({op.kind}) reads {name} after its last use"
+                    )
 
 
 def plan_program(

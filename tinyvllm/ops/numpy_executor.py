@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from tinyvllm.driver.recorder import Span
+from tinyvllm.driver.trace_formats import HOST_TRACK
 from tinyvllm.memory.plan import Plan
-from tinyvllm.ops.executor import Dims, Recent, bind, follows, plan_program, writes_nothing
+from tinyvllm.ops.executor import (
+    Dims,
+    Recent,
+    Report,
+    bind,
+    follows,
+    plan_program,
+    writes_nothing,
+)
 from tinyvllm.ops.op import OpDef, Operands
 from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, TEMP, Op, Program, concrete
 from tinyvllm.ops.registry import op_def
@@ -22,6 +33,7 @@ MAX_BOUND = 64  # bound runs kept for reuse: decode repeats its sizes, prefill s
 class _Step:
     """One op bound to arrays: its primitives in order, and what is dead after it."""
 
+    op: Op
     primitives: tuple[tuple[OpDef, Operands, tuple[np.ndarray, ...]], ...]
     dead: tuple[np.ndarray, ...]
 
@@ -78,6 +90,7 @@ class NumpyExecutor:
             for p in self._programs.values()
             for b in p.of_kind(INPUT)
         }
+        self._report: Report | None = None
         self._bound = Recent[tuple[_Step, ...]](MAX_BOUND)
         self._previous: dict[str, np.ndarray] = {}  # outputs of the program that ran last
 
@@ -90,22 +103,39 @@ class NumpyExecutor:
         graph: bool = False,
     ) -> NumpyResult:
         """Runs a program; see `Executor.run`."""
-        p, dims = self._programs[program], {**self._limits, **dims}
+        p, sizes = self._programs[program], dims
+        dims = {**self._limits, **dims}
         for name, value in inputs.items():
             self._inputs[name][tuple(slice(n) for n in value.shape)] = value
+        start, ops = time.perf_counter(), []
         for step in self._steps(p, dims):
-            for op_type, operands, activations in step.primitives:
-                op_type.reference(operands)
-                if self._round_to is not None:
-                    for array in activations:
-                        array[...] = self._round_to.round(array)
-            if self._poison:
-                for array in step.dead:
-                    array.view(np.uint8)[...] = 0xFF  # NaN as float32, -1 as int32
+            begin = time.perf_counter()
+            self._compute(step)
+            if self._report is not None:
+                seconds = time.perf_counter() - begin
+                about = {**step.op.operands, **step.op.attrs}
+                ops.append(Span(step.op.kind, begin, seconds, about))
+        if self._report is not None:
+            whole = Span(program, start, time.perf_counter() - start, dict(sizes))
+            self._report(HOST_TRACK, whole, ops)
         outputs = {b.name: self._array(p, b.name, dims) for b in p.of_kind(OUTPUT)}
         if not follows(p):
             self._previous = outputs
         return NumpyResult({name: outputs[name].copy() for name in fetch})
+
+    def _compute(self, step: _Step) -> None:
+        for op_type, operands, activations in step.primitives:
+            op_type.reference(operands)
+            if self._round_to is not None:
+                for array in activations:
+                    array[...] = self._round_to.round(array)
+        if self._poison:
+            for array in step.dead:
+                array.view(np.uint8)[...] = 0xFF  # NaN as float32, -1 as int32
+
+    def report_times(self, report: Report | None) -> None:
+        """Reports the host's time of each op; see `Executor.report_times`."""
+        self._report = report
 
     def write_row(self, name: str, row: int, values: np.ndarray) -> None:
         """Writes the first elements of one row of a state."""
@@ -147,6 +177,7 @@ class NumpyExecutor:
                 last.update(dict.fromkeys(names, i))
         steps = tuple(
             _Step(
+                op,
                 tuple(self._primitives(p, op, dims)),
                 tuple(
                     self._array(p, n, dims)

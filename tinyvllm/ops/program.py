@@ -20,7 +20,7 @@ TEMP = "temp"  # planned into the arena, free after its last use
 OUTPUT = "output"  # planned into the arena, kept to the end of the program
 EXTERNAL = "external"  # an output of the program that ran just before
 
-_LAYER = re.compile(r"^layer\d+\.")
+_LAYER = re.compile(r"^layer(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -179,3 +179,9 @@ def concrete(shape: Shape, dims: Mapping[str, int]) -> tuple[int, ...]:
 def role_of(name: str) -> str:
     """What a buffer is in any layer: models name their layers' buffers layer0.q, layer1.q, ..."""
     return _LAYER.sub("", name)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a buffer belongs to; None for one of no layer."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,1 @@
+"""What `tinyvllm plan` says and draws: the memory of a model on a GPU, from the config alone."""
