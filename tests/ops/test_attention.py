@@ -319,7 +319,7 @@ def test_decode_of_the_longest_partitions(device):
 
 @pytest.mark.gpu
 def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
-    """To the bit: alone, in a batch, over many blocks, merged inside of one; and several times over:
+    """To the bit: alone, in a batch, over many blocks, merged inside of one; several times over, as
     blocks that share a context leave their counter as they found it."""
     shape = (8, 2, 64, 16)
     dims, arrays = problem([(1, 4096), (1, 299), (1, 1500)], *shape)
