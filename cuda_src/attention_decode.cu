@@ -7,14 +7,14 @@
 // k and v written to their place in the cache; both are rounded to T as separate kernels would.
 //
 // A context is cut into at most kMaxPartitions partitions whose length depends on that context
-// alone. Every kHeads query heads of one KV head make a head block. The list of all partitions, by
-// row, head block and place in the context, is divided evenly among the blocks of the grid, which
-// are all resident at once: each takes one piece. A block that has all partitions of a row and head
-// block merges them as it goes. Otherwise their states go to scratch, and the block that is done
-// last merges them. Either way partitions merge in order of the context, so a row's result is the
-// same to the bit whichever rows share its batch and however many blocks there are. Launches of
-// one module must not overlap: they share the counters by which the last block knows that it is
-// the last.
+// alone. Every kHeads query heads of one KV head make a head block. With max_partitions 0 each
+// block takes a row and head block. Otherwise the list of all partitions, by row, head block and
+// place in the context, is divided evenly among the blocks of the grid, which are all resident at
+// once: each takes one piece. A block that has all partitions of a row and head block merges them
+// as it goes. Otherwise their states go to scratch, and the block that is done last merges them.
+// Either way partitions merge in order of the context, so a row's result is the same to the bit
+// whichever rows share its batch and however many blocks there are. Launches of one module must
+// not overlap: they share the counters by which the last block knows that it is the last.
 //
 // The warps of a block take tiles of kTile tokens in turn, each through its own ring of tiles in
 // shared memory (cp.async), which runs on from partition to partition and from row to row: no
@@ -71,13 +71,15 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   __shared__ bool is_last;
 
   start_next();
+  const float frequency = ROPE ? inv_freq[threadIdx.x % kHalf] : 0.0f;
   wait_for_previous();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int group = lane / 4, pair = lane % 4;
   // As a merging thread:
   const int head = threadIdx.x / 16, dim = threadIdx.x % 16 * 4;  // and dim + 64, ...
   const int parts_of_group = ceil_div(group_size, kHeads);
-  const Work work(num_rows, num_kv_heads * parts_of_group, seq_lens, batch_slots);
+  const Work work(max_partitions == 0, num_rows, num_kv_heads * parts_of_group, seq_lens,
+                  batch_slots);
   if (work.first.index == work.end) return;
 
   // What a head block stands for.
@@ -85,6 +87,31 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   const auto first_in_group = [&](int head_block) { return head_block % parts_of_group * kHeads; };
   const auto num_heads = [&](int b) { return min(kHeads, group_size - first_in_group(b)); };
   const auto first_head = [&](int b) { return kv_head_of(b) * group_size + first_in_group(b); };
+
+  // The queries of a row and head block, as B of S^T; columns beyond its heads are zeros. The new
+  // token's key (lanes 0-15) and value (16-31): kPairs neighbours of each half.
+  constexpr int kPairs = kHalf / 16;
+  const int new_pair = lane % 16 * kPairs;
+  u32 query[kSteps][2];
+  Vec<T, kPairs> new_low, new_high;
+  const auto load_query = [&](const Place& at) {
+    const bool used = group < num_heads(at.head_block);
+    const T* const of_row = q + static_cast<i64>(at.row) * q_stride;
+    const T* const p = of_row + (first_head(at.head_block) + group) * HEAD_DIM + 2 * pair;
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      query[s][0] = used ? *reinterpret_cast<const u32*>(p + 16 * s) : 0;
+      query[s][1] = used ? *reinterpret_cast<const u32*>(p + 16 * s + 8) : 0;
+    }
+    if (ROPE) {
+      const int heads_before = num_kv_heads * (group_size + lane / 16) + kv_head_of(at.head_block);
+      const T* const source = of_row + heads_before * HEAD_DIM + new_pair;
+      new_low = *reinterpret_cast<const Vec<T, kPairs>*>(source);
+      new_high = *reinterpret_cast<const Vec<T, kPairs>*>(source + kHalf);
+    }
+  };
+  Place here = work.first;
+  load_query(here);
 
   // A tile to copy: blocks of each 8 tokens (block sizes start at 8). Positions beyond the length
   // are never looked up: their blocks may not exist, their memory may hold NaN.
@@ -146,18 +173,6 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
     for (int s = 0; s < kStages; s++) copy_tile(s, first[s]);
   }
 
-  // The queries of a row and head block, as B of S^T; columns beyond its heads are zeros.
-  u32 query[kSteps][2];
-  const auto load_query = [&](const Place& at) {
-    const bool used = group < num_heads(at.head_block);
-    const T* p = q + static_cast<i64>(at.row) * q_stride +
-                 (first_head(at.head_block) + group) * HEAD_DIM + 2 * pair;
-#pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      query[s][0] = used ? *reinterpret_cast<const u32*>(p + 16 * s) : 0;
-      query[s][1] = used ? *reinterpret_cast<const u32*>(p + 16 * s + 8) : 0;
-    }
-  };
   const auto rotate_query = [&] {
 #pragma unroll
     for (int s = 0; s < kSteps / 2; s++) {
@@ -173,21 +188,10 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   };
   const auto find_angles = [&](int length) {
     if (ROPE && threadIdx.x < kHalf) {
-      angle[threadIdx.x] = rope_angle(max(length - 1, 0), inv_freq[threadIdx.x]);
+      angle[threadIdx.x] = rope_angle(max(length - 1, 0), frequency);
     }
   };
-  // The new token's key (lanes 0-15) and value (16-31): kPairs neighbours of each half.
-  constexpr int kPairs = kHalf / 16;
-  const int new_pair = lane % 16 * kPairs;
-  const auto new_token = [&](const Place& at) {
-    const int column = num_kv_heads * group_size + lane / 16 * num_kv_heads;  // in heads
-    return q + static_cast<i64>(at.row) * q_stride +
-           (column + kv_head_of(at.head_block)) * HEAD_DIM + new_pair;
-  };
-
-  Place here = work.first;
   find_angles(here.length);
-  load_query(here);
   if (ROPE) {
     __syncthreads();
     rotate_query();
@@ -207,15 +211,10 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
       const Tile next_tile = take_tile();
       const u32 k_tile = ring + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
       const bool has_new = ROPE && t + kTile >= here.length;
-      Vec<T, kPairs> low, high;
-      if (has_new) {
-        const T* source = new_token(here);
-        low = *reinterpret_cast<const Vec<T, kPairs>*>(source);
-        high = *reinterpret_cast<const Vec<T, kPairs>*>(source + kHalf);
-      }
       cp_async_wait<kStages - 1>();
       __syncwarp();
       if (has_new) {
+        Vec<T, kPairs> low = new_low, high = new_high;
         if (lane < 16) {
 #pragma unroll
           for (int i = 0; i < kPairs; i++) {

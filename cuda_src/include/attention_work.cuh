@@ -4,18 +4,20 @@
 
 #include "common.cuh"
 
-constexpr int kMinPartition = 256;  // tokens; as in tinyvllm/ops/attention.py
-constexpr int kMaxPartitions = 64;
+constexpr int kMinPartition = 256;  // tokens
+constexpr int kMinPartitionShift = 8;
+static_assert(1 << kMinPartitionShift == kMinPartition);
+constexpr int kMaxPartitions = 32;
 
-// Tokens per partition of a context: the least power of two of which kMaxPartitions suffice.
-__device__ __forceinline__ int partition_length(int length) {
-  const int least = max(length - 1, 0) / (kMinPartition * kMaxPartitions);
-  return kMinPartition << (32 - __clz(least));
+// log2 of the tokens per partition of a context: the least of which kMaxPartitions suffice.
+__device__ __forceinline__ int partition_shift(int length) {
+  const u32 least = static_cast<u32>(max(length - 1, 0)) / (kMinPartition * kMaxPartitions);
+  return kMinPartitionShift + 32 - __clz(least);
 }
 
 // A row of length 0 has one as well, without tokens: its output is written like any other.
 __device__ __forceinline__ int num_partitions(int length) {
-  return max(1, ceil_div(length, partition_length(length)));
+  return (max(length - 1, 0) >> partition_shift(length)) + 1;
 }
 
 // A place in the list of partitions, by row, head block and place in the context.
@@ -26,28 +28,38 @@ struct Place {
 
   __device__ __forceinline__ int parts() const { return num_partitions(length); }
 
-  __device__ __forceinline__ int first_token() const { return part * partition_length(length); }
+  __device__ __forceinline__ int first_token() const { return part << partition_shift(length); }
 
   __device__ __forceinline__ int end() const {
-    return min((part + 1) * partition_length(length), length);
+    return min((part + 1) << partition_shift(length), length);
   }
 };
 
 // The rows of a launch, and the piece of their list that is this block's: from `first` to before
-// the place with index `end`. Every warp finds it by itself, its lanes having as many neighbouring
-// rows each.
+// the place with index `end`.
 struct Work {
   const i32* seq_lens;
   const i32* batch_slots;
   int head_blocks;
-  int total, end;
+  int share, longer;  // partitions of a block; so many blocks have one more
+  int end;
   Place first;
 
-  __device__ __forceinline__ Work(int rows, int head_blocks, const i32* seq_lens,
+  // With `whole`, block b has all partitions of row b / head_blocks and head block
+  // b % head_blocks. Otherwise all blocks have as many partitions, or one less; every warp finds
+  // its piece by itself, its lanes having as many neighbouring rows each.
+  __device__ __forceinline__ Work(bool whole, int rows, int head_blocks, const i32* seq_lens,
                                   const i32* batch_slots)
       : seq_lens(seq_lens), batch_slots(batch_slots), head_blocks(head_blocks) {
-    const int lane = threadIdx.x % kWarpSize, share = ceil_div(rows, kWarpSize);
-    const int from = min(lane * share, rows), to = min(from + share, rows);
+    if (whole) {
+      share = longer = first.index = first.part = 0;
+      first.head_block = blockIdx.x % head_blocks;
+      load_row(first, blockIdx.x / head_blocks);
+      end = first.parts();
+      return;
+    }
+    const int lane = threadIdx.x % kWarpSize, of_lane = ceil_div(rows, kWarpSize);
+    const int from = min(lane * of_lane, rows), to = min(from + of_lane, rows);
     int own = 0;
     for (int r = from; r < to; r++) own += num_partitions(seq_lens[r]);
     int upto = own;  // of all rows up to this lane's last
@@ -56,7 +68,9 @@ struct Work {
       const int before = __shfl_up_sync(kFullMask, upto, offset);
       if (lane >= offset) upto += before;
     }
-    total = __shfl_sync(kFullMask, upto, kWarpSize - 1) * head_blocks;
+    const u32 total = __shfl_sync(kFullMask, upto, kWarpSize - 1) * head_blocks;
+    share = total / gridDim.x;
+    longer = total % gridDim.x;
     first.index = piece_begin(blockIdx.x);
     end = piece_begin(blockIdx.x + 1);
     if (first.index == end) return;
@@ -72,17 +86,19 @@ struct Work {
     }
     rest = __shfl_sync(kFullMask, rest, owner);
     load_row(first, __shfl_sync(kFullMask, row, owner));
-    first.head_block = rest / first.parts();
-    first.part = rest % first.parts();
+    const u32 parts = first.parts();
+    first.head_block = rest / parts;
+    first.part = rest % parts;
   }
 
   __device__ __forceinline__ int piece_begin(int block) const {
-    return static_cast<int>(static_cast<i64>(block) * total / gridDim.x);
+    return block * share + min(block, longer);
   }
 
   // The block whose piece has the partition with this index.
   __device__ __forceinline__ int owner(int index) const {
-    return static_cast<int>((static_cast<i64>(index + 1) * gridDim.x - 1) / total);
+    const u32 rest = index - longer * (share + 1), of_longer = share + 1;
+    return index < longer * (share + 1) ? index / of_longer : longer + rest / share;
   }
 
   __device__ __forceinline__ void load_row(Place& at, int row) const {

@@ -144,9 +144,10 @@ def test_kernel_equals_its_parts_to_the_bit(device, monkeypatch, group, head_dim
     dims, arrays = problem(program, 2, head_dim, 16, [*LENGTHS, 4099])
     monkeypatch.setitem(RULES, "parts", [merge_qkv, fuse_rope_kv_write])
     want = run_cuda(device, lower(program, "parts"), dims, arrays)
-    for blocks in (None, 1, 3, 20):
-        if blocks:
-            monkeypatch.setattr(attention, "decode_blocks", lambda *_, n=blocks: n)
+    partitions = attention.max_partitions(dims["C"])
+    for shared in (None, (dims["R"] * 2 * ceil_div(group, 8), 0), (1, partitions), (20, partitions)):
+        if shared:
+            monkeypatch.setattr(attention, "decode_blocks", lambda *_, s=shared: s)
         have = run_cuda(device, fused(program), dims, arrays)
         for name in ("y", "kv_cache"):
             np.testing.assert_array_equal(have[name], want[name])

@@ -39,10 +39,12 @@ HEAD_DIMS = (64, 128)
 # each warp.
 DECODE_THREADS = 128
 MIN_PARTITION = 256
-MAX_PARTITIONS = 64
+MAX_PARTITIONS = 32
 DECODE_HEADS = 8
 MAX_BLOCKS = 1024
 RING_BYTES = 16384
+# Contexts of so few partitions are never shared by several blocks.
+WHOLE_PARTITIONS = 2
 # So many are resident on an SM of 228 KiB, by their registers too, each with 64 KiB in flight.
 DECODE_BLOCKS_PER_SM = {64: 3, 128: 2}
 
@@ -71,10 +73,29 @@ def max_partitions(context: int) -> int:
     return min(MAX_PARTITIONS, ceil_div(context, MIN_PARTITION))
 
 
-def decode_blocks(rows: int, head_blocks: int, context: int, head_dim: int, num_sms: int) -> int:
-    """Blocks that divide the partitions of all rows among them: as many as the GPU runs at once."""
+def decode_blocks(pairs: int, context: int, head_dim: int, num_sms: int) -> tuple[int, int]:
+    """(blocks, partitions of a context): how decode attention divides its work.
+
+    `pairs` of a row and a head block. 0 partitions: one block for each pair. That is best where
+    splitting a context gains less than it costs to merge, and where the pairs alone keep the GPU
+    busy for a while. Otherwise about as many blocks as the GPU runs at once share all partitions.
+    """
     resident = min(MAX_BLOCKS, num_sms * DECODE_BLOCKS_PER_SM[head_dim])
-    return min(resident, rows * head_blocks * max_partitions(context))
+    partitions = max_partitions(context)
+    if partitions <= WHOLE_PARTITIONS or pairs >= 2 * resident:
+        return pairs, 0
+    share = ceil_div(pairs * partitions, resident)
+    return ceil_div(pairs * partitions, share), partitions
+
+
+def decode_smem(blocks: int, head_dim: int, device: DeviceInfo) -> int:
+    """Shared memory of a block: its ring, and as much as keeps more blocks than needed off an SM.
+
+    Blocks that start early would crowd onto the SMs that are free already.
+    """
+    per_sm = min(DECODE_BLOCKS_PER_SM[head_dim], ceil_div(blocks, device.num_sms))
+    ring = DECODE_THREADS // 32 * RING_BYTES
+    return max(ring, device.smem_per_block // (per_sm + 1) + 1024)
 
 
 class Attention(OpDef):
@@ -169,18 +190,17 @@ def decode_launch(
     holds the heads of q, k and v, neither rotated nor in the cache yet."""
     kv_heads, head_dim = a.kv_cache.shape[3], check_head_dim(a)
     width, context = a.y.shape[1], a.dims["C"]
-    blocks = decode_blocks(
-        rows, _head_blocks(width, kv_heads, head_dim), context, head_dim, device.num_sms
-    )
+    pairs = rows * _head_blocks(width, kv_heads, head_dim)
+    blocks, partitions = decode_blocks(pairs, context, head_dim, device.num_sms)
     return DECODE(a.act, head_dim, inv_freq is not None).launch(
         (blocks,),
         DECODE_THREADS,
-        smem=DECODE_THREADS // 32 * RING_BYTES,
+        smem=decode_smem(blocks, head_dim, device),
         inv_freq=inv_freq or 0,
         num_rows=rows,
         partial_out=a.scratch,
         partial_state=a.scratch + _states(a, device) * head_dim * 4,
-        max_partitions=max_partitions(context),
+        max_partitions=partitions,
         **_common(a, q),
     )
 
@@ -191,18 +211,15 @@ def decode_scratch(a: Operands, device: DeviceInfo) -> int:
 
 
 def _states(a: Operands, device: DeviceInfo) -> int:
-    """Each block but the last may leave one row and head block to be finished by others."""
-    kv_heads: int = a.kv_cache.shape[3]
-    head_dim = check_head_dim(a)
-    rows: int = a.seq_lens.shape[0]
-    width: int = a.y.shape[1]
-    partitions = max_partitions(a.dims["C"])
-    if partitions == 1:
+    """Each block may be the first of a row and head block that others help with."""
+    kv_heads, head_dim = a.kv_cache.shape[3], check_head_dim(a)
+    width, partitions = a.y.shape[1], max_partitions(a.dims["C"])
+    if partitions <= WHOLE_PARTITIONS:
         return 0
-    blocks = decode_blocks(
-        rows, _head_blocks(width, kv_heads, head_dim), a.dims["C"], head_dim, device.num_sms
-    )
-    return blocks * partitions * min(DECODE_HEADS, width // head_dim // kv_heads)
+    pairs = a.seq_lens.shape[0] * _head_blocks(width, kv_heads, head_dim)
+    resident = min(MAX_BLOCKS, device.num_sms * DECODE_BLOCKS_PER_SM[head_dim])
+    group = min(DECODE_HEADS, width // head_dim // kv_heads)
+    return int(min(resident, pairs * partitions) * partitions * group)
 
 
 def kv_address(a: Operands) -> dict[str, Any]:
