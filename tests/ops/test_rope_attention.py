@@ -145,7 +145,12 @@ def test_kernel_equals_its_parts_to_the_bit(device, monkeypatch, group, head_dim
     monkeypatch.setitem(RULES, "parts", [merge_qkv, fuse_rope_kv_write])
     want = run_cuda(device, lower(program, "parts"), dims, arrays)
     partitions = attention.max_partitions(dims["C"])
-    for shared in (None, (dims["R"] * 2 * ceil_div(group, 8), 0), (1, partitions), (20, partitions)):
+    for shared in (
+        None,
+        (dims["R"] * 2 * ceil_div(group, 8), 0),
+        (1, partitions),
+        (20, partitions),
+    ):
         if shared:
             monkeypatch.setattr(attention, "decode_blocks", lambda *_, s=shared: s)
         have = run_cuda(device, fused(program), dims, arrays)

@@ -15,8 +15,9 @@ from tinyvllm.bench.synthetic import SyntheticSteps
 from tinyvllm.bench.timing import WARMUP_REPLAYS, captured, replay_seconds
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device, cuda_unavailable
-from tinyvllm.engine.backend import engine_programs, open_backend
+from tinyvllm.engine.backend import open_backend
 from tinyvllm.engine.batch import Batch, row_bucket
+from tinyvllm.engine.sizing import engine_programs
 from tinyvllm.model.hub import LocalModel, resolve_model
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.executor import described
