@@ -221,8 +221,8 @@ def test_partitions_of_every_context_fit_the_scratch():
         (1, 513, 64, (24, 3)),
         (1, 4096, 64, (128, 16)),
         (1, 131072, 64, (256, 32)),
-        (3, 131072, 64, (384, 32)),  # two partitions each
-        (32, 4096, 128, (256, 16)),  # all of a row and head block each
+        (3, 131072, 64, (256, 32)),  # three partitions each
+        (32, 4096, 64, (256, 16)),  # all of a row and head block each
         (99, 4096, 64, (792, 0)),
         (66, 4096, 128, (528, 0)),
     ],

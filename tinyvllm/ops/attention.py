@@ -47,6 +47,9 @@ RING_BYTES = 16384
 WHOLE_PARTITIONS = 2
 # So many are resident on an SM of 228 KiB, by their registers too, each with 64 KiB in flight.
 DECODE_BLOCKS_PER_SM = {64: 3, 128: 2}
+# Blocks on an SM that share contexts. All start at once and read as much; a third one adds no
+# bandwidth, but some then get less of it, and the last one is late.
+SHARING_BLOCKS_PER_SM = 2
 
 # Constants of attention_prefill.cu: threads, queries and keys of a tile.
 PREFILL_THREADS = 128
@@ -80,11 +83,10 @@ def decode_blocks(pairs: int, context: int, head_dim: int, num_sms: int) -> tupl
     splitting a context gains less than it costs to merge, and where the pairs alone keep the GPU
     busy for a while. Otherwise about as many blocks as the GPU runs at once share all partitions.
     """
-    resident = min(MAX_BLOCKS, num_sms * DECODE_BLOCKS_PER_SM[head_dim])
     partitions = max_partitions(context)
-    if partitions <= WHOLE_PARTITIONS or pairs >= 2 * resident:
+    if partitions <= WHOLE_PARTITIONS or pairs >= 2 * num_sms * DECODE_BLOCKS_PER_SM[head_dim]:
         return pairs, 0
-    share = ceil_div(pairs * partitions, resident)
+    share = ceil_div(pairs * partitions, _sharing_blocks(num_sms))
     return ceil_div(pairs * partitions, share), partitions
 
 
@@ -217,9 +219,13 @@ def _states(a: Operands, device: DeviceInfo) -> int:
     if partitions <= WHOLE_PARTITIONS:
         return 0
     pairs = a.seq_lens.shape[0] * _head_blocks(width, kv_heads, head_dim)
-    resident = min(MAX_BLOCKS, device.num_sms * DECODE_BLOCKS_PER_SM[head_dim])
+    blocks = min(_sharing_blocks(device.num_sms), pairs * partitions)
     group = min(DECODE_HEADS, width // head_dim // kv_heads)
-    return int(min(resident, pairs * partitions) * partitions * group)
+    return int(blocks * partitions * group)
+
+
+def _sharing_blocks(num_sms: int) -> int:
+    return min(MAX_BLOCKS, num_sms * SHARING_BLOCKS_PER_SM)
 
 
 def kv_address(a: Operands) -> dict[str, Any]:
