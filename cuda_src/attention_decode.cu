@@ -1,23 +1,26 @@
-// Attention of one new token per row over its paged context, split over the context:
+// Attention of one new token per row over its paged context:
 //   y[row, head] = sum_p softmax_p(scale * q[row, head] . k[p]) v[p],  p = 0 .. seq_len - 1
 //
 // q, y [rows, num_heads * HEAD_DIM] with a row stride; the cache as in paged_kv.cuh. Query heads
-// kv_head * group_size + 0..group_size-1 read KV head kv_head.
+// kv_head * group_size + 0..group_size-1 read KV head kv_head. With ROPE, `q` holds the heads of q,
+// k and v of the new token in this order, not rotated: q and k are rotated here (rotation.cuh), and
+// k and v written to their place in the cache; both are rounded to T as separate kernels would.
 //
 // A context is cut into at most kMaxPartitions partitions whose length depends on that context
-// alone. Block (x, y, z) computes, of row z, up to kHeads query heads of one KV head for partitions
-// x, x + n, ..., where n is gridDim.x or, if that is less, the row's number of partitions. If n is
-// 1, the block merges its partitions as it goes. Otherwise their states go to scratch, and the
-// block that is done last merges them. Either way partitions merge in order of the context, so a
-// row's result is the same to the bit whichever rows share its batch and however many blocks there
-// are. Launches of one module must not overlap: they share the counters by which the last block
-// knows that it is the last.
+// alone. Every kHeads query heads of one KV head make a head block. With max_partitions 0 each
+// block takes a row and head block. Otherwise the list of all partitions, by row, head block and
+// place in the context, is divided evenly among the blocks of the grid, which are all resident at
+// once: each takes one piece. A block that has all partitions of a row and head block merges them
+// as it goes. Otherwise their states go to scratch, and the block that is done last merges them.
+// Either way partitions merge in order of the context, so a row's result is the same to the bit
+// whichever rows share its batch and however many blocks there are. Launches of one module must
+// not overlap: they share the counters by which the last block knows that it is the last.
 //
 // The warps of a block take tiles of kTile tokens in turn, each through its own ring of tiles in
-// shared memory (cp.async), which runs on from partition to partition: no barrier but at a
-// partition's end, and up to kRingBytes of each warp in flight. Both products are transposed, so
-// that tokens or dimensions are the 16 rows of mma.m16n8k16 and the query heads its 8 columns
-// (fewer heads only leave tensor cores idle):
+// shared memory (cp.async), which runs on from partition to partition and from row to row: no
+// barrier but at a partition's end, and up to kRingBytes of each warp in flight. Both products are
+// transposed, so that tokens or dimensions are the 16 rows of mma.m16n8k16 and the query heads its
+// 8 columns (fewer heads only leave tensor cores idle):
 //   S^T [token, head] = K Q^T,  O^T [dim, head] += V^T P^T,
 // with K by ldmatrix, V^T by ldmatrix.trans and P^T from S^T, rounded to T, by movmatrix.
 //
@@ -25,60 +28,30 @@
 //
 // Bytes: K and V once, 2 * seq_len * HEAD_DIM * 2 per KV head (again for each further kHeads query
 // heads of it). Bound: memory.
+#include "attention_work.cuh"
 #include "mma.cuh"
 #include "paged_kv.cuh"
+#include "rotation.cuh"
 #include "softmax_state.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kMinPartition = 256;  // tokens; as in tinyvllm/ops/attention.py
-constexpr int kMaxPartitions = 64;
-constexpr int kHeads = 8;         // query heads of a block: columns of an mma
-constexpr int kMaxShared = 1024;  // (row, block y) whose context several blocks may share
+constexpr int kHeads = 8;          // query heads of a block: columns of an mma
+constexpr int kMaxBlocks = 1024;   // of a grid
 constexpr int kRingBytes = 16384;  // of a warp
-constexpr int kStages = 2;        // tiles in it
+constexpr int kStages = 2;         // tiles in it
 
-// Blocks done with each (row, block y); zero between launches.
-__device__ u32 blocks_done[kMaxShared];
+// Partitions done of the row and head block whose first one a block has; zero between launches.
+__device__ u32 partitions_done[kMaxBlocks];
 
-// Tokens per partition of a context: a power of two.
-__device__ __forceinline__ int partition_length(int length) {
-  int n = kMinPartition;
-  while (n * kMaxPartitions < length) n *= 2;
-  return n;
-}
-
-// Transposes an 8x8 matrix of 16-bit elements, (group, 2 pair) and (group, 2 pair + 1) in a lane.
-__device__ __forceinline__ u32 transpose_8x8(u32 x) {
-  u32 y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-// One thread's part of the attention of one head over some of the tokens.
-template <int VECS> struct Partial {
-  SoftmaxState state = SoftmaxState::empty();
-  float4 out[VECS] = {};
-
-  __device__ __forceinline__ void merge(const Partial& other) {
-    const MergeWeights w = state.merge(other.state);
-#pragma unroll
-    for (int v = 0; v < VECS; v++) {
-      out[v].x = merge_output(out[v].x, other.out[v].x, w);
-      out[v].y = merge_output(out[v].y, other.out[v].y, w);
-      out[v].z = merge_output(out[v].z, other.out[v].z, w);
-      out[v].w = merge_output(out[v].w, other.out[v].w, w);
-    }
-  }
-};
-
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, bool ROPE>
 __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
-    attention_decode_kernel(const T* q, const T* kv_cache, const i32* block_tables,
-                            const i32* batch_slots, const i32* seq_lens, T* y, float* partial_out,
-                            SoftmaxState* partial_state, float scale_log2, int q_stride,
-                            int y_stride, i64 block_stride, int num_kv_heads, int group_size,
-                            int block_shift, int max_blocks, int max_partitions) {
+    attention_decode_kernel(const T* q, T* kv_cache, const i32* block_tables,
+                            const i32* batch_slots, const i32* seq_lens,
+                            const float* __restrict__ inv_freq, T* y, float* partial_out,
+                            SoftmaxState* partial_state, float scale_log2, int num_rows,
+                            int q_stride, int y_stride, i64 block_stride, int num_kv_heads,
+                            int group_size, int block_shift, int max_blocks, int max_partitions) {
   constexpr int kChunks = HEAD_DIM / 8;           // 16-byte chunks of a token's key
   constexpr int kCopyRows = kWarpSize / kChunks;  // tokens that a warp copies at once
   constexpr int kTileBytes = kRingBytes / kStages / 2;  // of K, and of V
@@ -88,69 +61,101 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   constexpr int kSteps = HEAD_DIM / 16;  // mma steps along HEAD_DIM
   constexpr int kVecs = HEAD_DIM / 64;   // float4 of a head's output that a merging thread owns
   constexpr int kPitch = HEAD_DIM + 4;   // the lanes of a fragment hit all banks once
+  constexpr int kHalf = HEAD_DIM / 2;    // pairs that turn
   static_assert(kMinPartition % kStride == 0, "partitions are whole rounds of the warps");
 
   extern __shared__ __align__(128) unsigned char tiles[];  // [warp][stage][K, V][kTile][HEAD_DIM]
   __shared__ __align__(16) float warp_out[kWarps][kHeads][kPitch];
   __shared__ SoftmaxState warp_state[kWarps][kHeads];
+  __shared__ SinCos angle[ROPE ? kHalf : 1];  // of the row's new token
   __shared__ bool is_last;
 
   start_next();
+  const float frequency = ROPE ? inv_freq[threadIdx.x % kHalf] : 0.0f;
   wait_for_previous();
-  const int row = blockIdx.z;
-  const int parts_of_group = ceil_div(group_size, kHeads);
-  const int kv_head = blockIdx.y / parts_of_group;
-  const int first_in_group = blockIdx.y % parts_of_group * kHeads;
-  const int heads = min(kHeads, group_size - first_in_group);
-  const int head0 = kv_head * group_size + first_in_group;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int group = lane / 4, pair = lane % 4;
   // As a merging thread:
   const int head = threadIdx.x / 16, dim = threadIdx.x % 16 * 4;  // and dim + 64, ...
+  const int parts_of_group = ceil_div(group_size, kHeads);
+  const Work work(max_partitions == 0, num_rows, num_kv_heads * parts_of_group, seq_lens,
+                  batch_slots);
+  if (work.first.index == work.end) return;
 
-  const int length = seq_lens[row], slot = batch_slots[row];
-  T* const out_row = y + static_cast<i64>(row) * y_stride + (head0 + head) * HEAD_DIM + dim;
-  const auto store = [&](const Partial<kVecs>& p, float factor) {
-    if (head >= heads) return;
+  // What a head block stands for.
+  const auto kv_head_of = [&](int head_block) { return head_block / parts_of_group; };
+  const auto first_in_group = [&](int head_block) { return head_block % parts_of_group * kHeads; };
+  const auto num_heads = [&](int b) { return min(kHeads, group_size - first_in_group(b)); };
+  const auto first_head = [&](int b) { return kv_head_of(b) * group_size + first_in_group(b); };
+
+  // The queries of a row and head block, as B of S^T; columns beyond its heads are zeros. The new
+  // token's key (lanes 0-15) and value (16-31): kPairs neighbours of each half.
+  constexpr int kPairs = kHalf / 16;
+  const int new_pair = lane % 16 * kPairs;
+  u32 query[kSteps][2];
+  Vec<T, kPairs> new_low, new_high;
+  const auto load_query = [&](const Place& at) {
+    const bool used = group < num_heads(at.head_block);
+    const T* const of_row = q + static_cast<i64>(at.row) * q_stride;
+    const T* const p = of_row + (first_head(at.head_block) + group) * HEAD_DIM + 2 * pair;
 #pragma unroll
-    for (int v = 0; v < kVecs; v++) {
-      *reinterpret_cast<uint2*>(out_row + 64 * v) = {
-          pack2<T>(p.out[v].x * factor, p.out[v].y * factor),
-          pack2<T>(p.out[v].z * factor, p.out[v].w * factor)};
+    for (int s = 0; s < kSteps; s++) {
+      query[s][0] = used ? *reinterpret_cast<const u32*>(p + 16 * s) : 0;
+      query[s][1] = used ? *reinterpret_cast<const u32*>(p + 16 * s + 8) : 0;
+    }
+    if (ROPE) {
+      const int heads_before = num_kv_heads * (group_size + lane / 16) + kv_head_of(at.head_block);
+      const T* const source = of_row + heads_before * HEAD_DIM + new_pair;
+      new_low = *reinterpret_cast<const Vec<T, kPairs>*>(source);
+      new_high = *reinterpret_cast<const Vec<T, kPairs>*>(source + kHalf);
     }
   };
-  if (length == 0) {
-    if (blockIdx.x == 0) store({}, 0.0f);
-    return;
-  }
-  const int part_length = partition_length(length);
-  const int parts = ceil_div(length, part_length);
-  const int blocks = min(static_cast<int>(gridDim.x), parts);
-  if (static_cast<int>(blockIdx.x) >= blocks) return;
+  Place here = work.first;
+  load_query(here);
 
-  const PagedKv<const T> kv(kv_cache, block_stride, num_kv_heads, kv_head, block_tables,
-                            max_blocks, slot, block_shift, HEAD_DIM);
-
-  // Blocks of each 8 tokens of a tile (block sizes start at 8). Positions beyond the length are
-  // never looked up: their blocks may not exist, their memory may hold NaN.
-  struct Blocks {
-    int of[kTile / 8];
+  // A tile to copy: blocks of each 8 tokens (block sizes start at 8). Positions beyond the length
+  // are never looked up: their blocks may not exist, their memory may hold NaN.
+  struct Tile {
+    int block[kTile / 8];
+    int kv_head, position, length;  // empty if the position is not below the length
   };
-  const auto look_up = [&](int position) {
-    Blocks ids;
+  const auto cache_of = [&](int slot, int kv_head) {
+    return PagedKv<T>(kv_cache, block_stride, num_kv_heads, kv_head, block_tables, max_blocks, slot,
+                      block_shift, HEAD_DIM);
+  };
+  // The copies' place, which runs ahead of the products', and this warp's next tile there.
+  Place ahead = work.first;
+  int ahead_position = ahead.first_token() + warp * kTile;
+  const auto take_tile = [&] {
+    while (ahead.index < work.end && ahead_position >= ahead.end()) {
+      work.advance(ahead);
+      ahead_position = ahead.first_token() + warp * kTile;
+    }
+    Tile tile;
+    tile.position = tile.length = 0;
+    if (ahead.index == work.end) return tile;
+    tile.kv_head = kv_head_of(ahead.head_block);
+    tile.position = ahead_position;
+    tile.length = ahead.length;
+    const PagedKv<T> kv = cache_of(ahead.slot, tile.kv_head);
 #pragma unroll
-    for (int i = 0; i < kTile / 8; i++) ids.of[i] = kv.block(min(position + 8 * i, length - 1));
-    return ids;
+    for (int i = 0; i < kTile / 8; i++) {
+      tile.block[i] = kv.block(min(tile.position + 8 * i, tile.length - 1));
+    }
+    ahead_position += kStride;
+    return tile;
   };
   const u32 ring = smem_address(tiles) + warp * kRingBytes;
   const int copy_row = lane / kChunks, copy_chunk = lane % kChunks;
-  const auto copy_tile = [&](int stage, int position, const Blocks& ids) {
-    if (position < length) {
+  const auto copy_tile = [&](int stage, const Tile& tile) {
+    if (tile.position < tile.length) {
+      const int limit = tile.length - ROPE;  // the new token comes from q, later
+      const PagedKv<T> kv = cache_of(0, tile.kv_head);
 #pragma unroll
       for (int r = 0; r < kTile; r += kCopyRows) {
-        const int eight = position + r / 8 * 8, place = r % 8 + copy_row;
-        const bool valid = eight + place < length;  // else zeros: 0 * NaN would be NaN
-        const T* key = kv.key(ids.of[r / 8], eight) + place * HEAD_DIM + copy_chunk * 8;
+        const int eight = tile.position + r / 8 * 8, place = r % 8 + copy_row;
+        const bool valid = eight + place < limit;  // else zeros: 0 * NaN would be NaN
+        const T* key = kv.key(tile.block[r / 8], eight) + place * HEAD_DIM + copy_chunk * 8;
         const u32 dst = ring + stage * 2 * kTileBytes +
                         16 * swizzled_chunk<kChunks>(r + copy_row, copy_chunk);
         cp_async_16(dst, key, valid);
@@ -159,50 +164,83 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
     }
     cp_async_commit();  // possibly empty, so that "all but kStages - 1" always means the next tile
   };
-  // From a tile of this warp to its next, which may be in this block's next partition.
-  const auto next = [&](int position) {
-    position += kStride;
-    const bool beyond = (position & (part_length - 1)) < kStride;
-    return beyond ? position + (blocks - 1) * part_length : position;
-  };
 
-  int ahead = blockIdx.x * part_length + warp * kTile;  // the next tile to copy
-  Blocks first[kStages];
+  {
+    Tile first[kStages];
 #pragma unroll
-  for (int s = 0, position = ahead; s < kStages; s++, position = next(position)) {
-    first[s] = look_up(position);
+    for (int s = 0; s < kStages; s++) first[s] = take_tile();
+#pragma unroll
+    for (int s = 0; s < kStages; s++) copy_tile(s, first[s]);
   }
-#pragma unroll
-  for (int s = 0; s < kStages; s++, ahead = next(ahead)) copy_tile(s, ahead, first[s]);
 
-  u32 query[kSteps][2] = {};  // columns beyond `heads`: zeros
-  if (group < heads) {
-    const T* p = q + static_cast<i64>(row) * q_stride + (head0 + group) * HEAD_DIM + 2 * pair;
+  const auto rotate_query = [&] {
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      query[s][0] = *reinterpret_cast<const u32*>(p + 16 * s);
-      query[s][1] = *reinterpret_cast<const u32*>(p + 16 * s + 8);
+    for (int s = 0; s < kSteps / 2; s++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const SinCos* r = &angle[16 * s + 8 * i + 2 * pair];
+        const float2 low = unpack2<T>(query[s][i]), high = unpack2<T>(query[s + kSteps / 2][i]);
+        const float2 x = rotate_pair(low.x, high.x, r[0]), z = rotate_pair(low.y, high.y, r[1]);
+        query[s][i] = pack2<T>(x.x, z.x);
+        query[s + kSteps / 2][i] = pack2<T>(x.y, z.y);
+      }
     }
+  };
+  const auto find_angles = [&](int length) {
+    if (ROPE && threadIdx.x < kHalf) {
+      angle[threadIdx.x] = rope_angle(max(length - 1, 0), frequency);
+    }
+  };
+  find_angles(here.length);
+  if (ROPE) {
+    __syncthreads();
+    rotate_query();
   }
-
   Partial<kVecs> total;
   int stage = 0;
-  const auto place = [&](int part) {
-    const i64 out_head = static_cast<i64>(row) * num_kv_heads * group_size + head0 + head;
-    return out_head * max_partitions + part;
-  };
-  for (int part = blockIdx.x; part < parts; part += blocks) {
+  int run = min(work.end - here.index, here.parts() - here.part);  // of this row and head block
+  int run_left = run;
+  while (true) {
     // Of this warp's tiles and this lane's columns, heads 2 pair and 2 pair + 1; `sum` covers this
     // lane's tokens only.
     float out[kSteps][4] = {};
     SoftmaxState state[2] = {SoftmaxState::empty(), SoftmaxState::empty()};
 
-    const int end = min((part + 1) * part_length, length);
-    for (int t = part * part_length + warp * kTile; t < end; t += kStride) {
-      const Blocks ids = look_up(ahead);
+    const int end = here.end();
+    for (int t = here.first_token() + warp * kTile; t < end; t += kStride) {
+      const Tile next_tile = take_tile();
+      const u32 k_tile = ring + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
+      const bool has_new = ROPE && t + kTile >= here.length;
       cp_async_wait<kStages - 1>();
       __syncwarp();
-      const u32 k_tile = ring + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
+      if (has_new) {
+        Vec<T, kPairs> low = new_low, high = new_high;
+        if (lane < 16) {
+#pragma unroll
+          for (int i = 0; i < kPairs; i++) {
+            const float2 turned =
+                rotate_pair(to_float(low.v[i]), to_float(high.v[i]), angle[new_pair + i]);
+            low.v[i] = from_float<T>(turned.x);
+            high.v[i] = from_float<T>(turned.y);
+          }
+        }
+        const int position = here.length - 1;
+        unsigned char* const tile =
+            tiles + warp * kRingBytes + (stage * 2 + lane / 16) * kTileBytes;
+        const auto in_tile = [&](int d) {
+          const int chunk = swizzled_chunk<kChunks>(position - t, d / 8);
+          return reinterpret_cast<Vec<T, kPairs>*>(tile + 16 * chunk + d % 8 * sizeof(T));
+        };
+        *in_tile(new_pair) = low;
+        *in_tile(new_pair + kHalf) = high;
+        if (first_in_group(here.head_block) == 0) {
+          const PagedKv<T> kv = cache_of(here.slot, kv_head_of(here.head_block));
+          T* const target = kv.key(position) + lane / 16 * kv.v_offset + new_pair;
+          *reinterpret_cast<Vec<T, kPairs>*>(target) = low;
+          *reinterpret_cast<Vec<T, kPairs>*>(target + kHalf) = high;
+        }
+        __syncwarp();
+      }
 
       float score[kSubtiles][4] = {};  // tokens group (0, 1) and group + 8 (2, 3) of each 16
 #pragma unroll
@@ -223,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
 #pragma unroll
         for (int i = 0; i < 2 * kSubtiles; i++) {
           float& x = score[i / 2][i % 2 * 2 + h];
-          x = t + 8 * i + group < length ? x * scale_log2 : kNegInf;
+          x = t + 8 * i + group < here.length ? x * scale_log2 : kNegInf;
           max = fmaxf(max, x);
         }
 #pragma unroll
@@ -261,10 +299,14 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
         }
       }
       __syncwarp();  // before the stage is filled again
-      copy_tile(stage, ahead, ids);
-      ahead = next(ahead);
+      copy_tile(stage, next_tile);
       stage = (stage + 1) % kStages;
     }
+
+    Place after = here;
+    work.advance(after);
+    const bool run_ends = --run_left == 0, more = after.index < work.end;
+    if (run_ends && more) load_query(after);  // arrives while the warps merge
 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -289,48 +331,75 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
       }
       merged.merge(one);
     }
+    if (run_ends && more && after.row != here.row) find_angles(after.length);
     __syncthreads();  // before the next partition overwrites what the warps left
-    if (blocks == 1) {
+
+    const int heads = num_heads(here.head_block);
+    const bool whole = run == here.parts();
+    const auto scratch_place = [&](int part) {
+      const int owner = work.owner(here.index - here.part);
+      return (owner * max_partitions + part) * min(kHeads, group_size) + head;
+    };
+    if (whole) {
       total.merge(merged);
     } else if (head < heads) {
-      if (dim == 0) partial_state[place(part)] = merged.state;
+      const int at = scratch_place(here.part);
+      if (dim == 0) partial_state[at] = merged.state;
 #pragma unroll
       for (int v = 0; v < kVecs; v++) {
-        *reinterpret_cast<float4*>(&partial_out[place(part) * HEAD_DIM + dim + 64 * v]) =
-            merged.out[v];
+        *reinterpret_cast<float4*>(&partial_out[at * HEAD_DIM + dim + 64 * v]) = merged.out[v];
       }
     }
-  }
-
-  if (blocks > 1) {
-    __threadfence();  // this block's states before its count,
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      // The last one wraps the counter to zero, ready for the next launch.
-      u32* const done = &blocks_done[row * gridDim.y + blockIdx.y];
-      is_last = atomicInc(done, blocks - 1) == static_cast<u32>(blocks - 1);
+    if (!run_ends) {
+      here = after;
+      continue;
     }
-    __syncthreads();
-    if (!is_last || head >= heads) return;
-    __threadfence();  // and the count before the other blocks' states
-    constexpr int kBatch = 8;  // loads in flight
-    for (int part = 0; part < parts; part += kBatch) {
-      Partial<kVecs> batch[kBatch];
+    if (!whole) {
+      __threadfence();  // this block's states before its count,
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        u32* const done = &partitions_done[work.owner(here.index - here.part)];
+        is_last = atomicAdd(done, run) + run == here.parts();
+        if (is_last) *done = 0;  // ready for the next launch
+      }
+      __syncthreads();
+    }
+    if ((whole || is_last) && head < heads) {
+      if (!whole) {
+        __threadfence();  // and the count before the other blocks' states
+        constexpr int kBatch = 16 / kVecs;  // loads in flight
+        for (int part = 0; part < here.parts(); part += kBatch) {
+          Partial<kVecs> batch[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; i++) {
-        const i64 from = place(min(part + i, parts - 1));
-        batch[i].state = partial_state[from];
+          for (int i = 0; i < kBatch; i++) {
+            const int from = scratch_place(min(part + i, here.parts() - 1));
+            batch[i].state = partial_state[from];
 #pragma unroll
-        for (int v = 0; v < kVecs; v++) {
-          batch[i].out[v] =
-              *reinterpret_cast<const float4*>(&partial_out[from * HEAD_DIM + dim + 64 * v]);
+            for (int v = 0; v < kVecs; v++) {
+              batch[i].out[v] =
+                  *reinterpret_cast<const float4*>(&partial_out[from * HEAD_DIM + dim + 64 * v]);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kBatch; i++) {
+            if (part + i < here.parts()) total.merge(batch[i]);
+          }
         }
       }
+      const float factor = here.length > 0 ? 1.0f / total.state.sum : 0.0f;
+      T* const to = y + static_cast<i64>(here.row) * y_stride +
+                    (first_head(here.head_block) + head) * HEAD_DIM + dim;
 #pragma unroll
-      for (int i = 0; i < kBatch; i++) {
-        if (part + i < parts) total.merge(batch[i]);
+      for (int v = 0; v < kVecs; v++) {
+        *reinterpret_cast<uint2*>(to + 64 * v) = {
+            pack2<T>(total.out[v].x * factor, total.out[v].y * factor),
+            pack2<T>(total.out[v].z * factor, total.out[v].w * factor)};
       }
     }
+    if (!more) return;
+    total = {};
+    here = after;
+    run = run_left = min(work.end - here.index, here.parts());
+    if (ROPE) rotate_query();
   }
-  store(total, 1.0f / total.state.sum);
 }

@@ -2,9 +2,8 @@
 //   y[i]       = x[i] cos(a_i) - x[i + F] sin(a_i)      a_i = position * inv_freq[i]
 //   y[i + F]   = x[i + F] cos(a_i) + x[i] sin(a_i)      i = 0 .. F - 1, F = head_dim / 2
 //
-// Inputs [tokens, heads * head_dim] with a row stride; the cache as in paged_kv.cuh. The angle is
-// one float32 multiplication, as in the models' reference implementation, so the two agree also
-// where the rounding of a large angle turns it visibly.
+// Inputs [tokens, heads * head_dim] with a row stride; the cache as in paged_kv.cuh; the angle as
+// in rotation.cuh.
 //
 // One block per token. A thread owns kPairs neighbouring pairs i, takes their sines once and goes
 // through the heads with them: F / kPairs threads a head, as many heads at once as the block has
@@ -13,6 +12,7 @@
 // Bytes: each value in and out once. Bound: memory (for few tokens: latency).
 #include "common.cuh"
 #include "paged_kv.cuh"
+#include "rotation.cuh"
 
 constexpr int kMaxThreads = 256;
 constexpr int kPairs = 4;  // as in tinyvllm/ops/rope.py
@@ -34,25 +34,14 @@ struct Place {
 };
 
 struct Rotation {
-  float cos[kPairs], sin[kPairs];
+  SinCos of[kPairs];
 };
 
-// Sine and cosine of float32 angles up to about 1e6, to 2e-7. sincosf would reduce large angles
-// with a table on the stack; here the angle becomes half-turns in two floats, of which multiples
-// of 2 are dropped exactly.
 __device__ __forceinline__ Rotation rotation(int position, const float* inv_freq) {
-  constexpr float kInvPi = 0.318309886183790672f;
-  constexpr float kInvPiLow = static_cast<float>(0.318309886183790672 - kInvPi);
   const Vec<float, kPairs> freq = *reinterpret_cast<const Vec<float, kPairs>*>(inv_freq);
   Rotation r;
 #pragma unroll
-  for (int i = 0; i < kPairs; i++) {
-    const float angle = __fmul_rn(static_cast<float>(position), freq.v[i]);
-    const float high = __fmul_rn(angle, kInvPi);
-    const float low = __fmaf_rn(angle, kInvPiLow, __fmaf_rn(angle, kInvPi, -high));
-    const float reduced = __fmaf_rn(-2.0f, rintf(0.5f * high), high);
-    sincospif(reduced + low, &r.sin[i], &r.cos[i]);
-  }
+  for (int i = 0; i < kPairs; i++) r.of[i] = rope_angle(position, freq.v[i]);
   return r;
 }
 
@@ -74,9 +63,9 @@ template <typename T> struct Pairs {
     Pairs y;
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-      const float a = to_float(low.v[i]), b = to_float(high.v[i]);
-      y.low.v[i] = from_float<T>(a * r.cos[i] - b * r.sin[i]);
-      y.high.v[i] = from_float<T>(b * r.cos[i] + a * r.sin[i]);
+      const float2 turned = rotate_pair(to_float(low.v[i]), to_float(high.v[i]), r.of[i]);
+      y.low.v[i] = from_float<T>(turned.x);
+      y.high.v[i] = from_float<T>(turned.y);
     }
     return y;
   }

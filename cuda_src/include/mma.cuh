@@ -51,6 +51,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                : "memory");
 }
 
+// Transposes an 8x8 matrix of 16-bit elements, (group, 2 pair) and (group, 2 pair + 1) in a lane.
+__device__ __forceinline__ u32 transpose_8x8(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // c += a * b in float32 for bfloat16 or half inputs.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);

@@ -44,3 +44,20 @@ struct SoftmaxState {
 __device__ __forceinline__ float merge_output(float self, float other, const MergeWeights& w) {
   return __fmaf_rn(self, w.self, __fmul_rn(other, w.other));
 }
+
+// One thread's part of the attention of one head over some of the tokens.
+template <int VECS> struct Partial {
+  SoftmaxState state = SoftmaxState::empty();
+  float4 out[VECS] = {};
+
+  __device__ __forceinline__ void merge(const Partial& other) {
+    const MergeWeights w = state.merge(other.state);
+#pragma unroll
+    for (int v = 0; v < VECS; v++) {
+      out[v].x = merge_output(out[v].x, other.out[v].x, w);
+      out[v].y = merge_output(out[v].y, other.out[v].y, w);
+      out[v].z = merge_output(out[v].z, other.out[v].z, w);
+      out[v].w = merge_output(out[v].w, other.out[v].w, w);
+    }
+  }
+};

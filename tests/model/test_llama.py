@@ -157,8 +157,7 @@ def test_llama_layers_become_the_fused_ops(bias, sampler):
     assert kinds(lower(program, "prefill")) == head + 3 * layer + tail
     layer = [
         "matmul",
-        "rope_kv_write",
-        "attention",
+        "rope_attention",
         "matmul",
         "add_rms_norm",
         "matmul_silu_mul",

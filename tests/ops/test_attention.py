@@ -188,13 +188,14 @@ def test_constants_are_those_of_the_kernels():
         text = (cuda_src_dir() / file).read_text()
         return {n: int(v) for n, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
 
-    decode, prefill = constants("attention_decode.cu"), constants("attention_prefill.cu")
+    decode = constants("attention_decode.cu") | constants("include/attention_work.cuh")
+    prefill = constants("attention_prefill.cu")
     shared = {
         "kThreads": attention.DECODE_THREADS,
         "kMinPartition": attention.MIN_PARTITION,
         "kMaxPartitions": attention.MAX_PARTITIONS,
         "kHeads": attention.DECODE_HEADS,
-        "kMaxShared": attention.MAX_SHARED,
+        "kMaxBlocks": attention.MAX_BLOCKS,
         "kRingBytes": attention.RING_BYTES,
     }
     assert decode.items() >= shared.items()
@@ -214,26 +215,33 @@ def test_partitions_of_every_context_fit_the_scratch():
 
 
 @pytest.mark.parametrize(
-    ("rows", "context", "splits"),
+    ("rows", "context", "head_dim", "expected"),
     [
-        (1, 256, 1),
-        (1, 257, 2),
-        (1, 4096, 16),
-        (1, 131072, 49),
-        (16, 4096, 3),
-        (24, 4096, 2),
-        (25, 4096, 1),
-        (256, 131072, 1),
+        (1, 512, 64, (8, 0)),
+        (1, 513, 64, (24, 3)),
+        (1, 4096, 64, (128, 16)),
+        (1, 131072, 64, (256, 32)),
+        (3, 131072, 64, (256, 32)),  # three partitions each
+        (32, 4096, 64, (256, 16)),  # all of a row and head block each
+        (99, 4096, 64, (792, 0)),
+        (66, 4096, 128, (528, 0)),
     ],
 )
-def test_decode_splits(rows, context, splits):
-    assert attention.decode_splits(rows, 8, context, 132) == splits
+def test_decode_blocks(rows, context, head_dim, expected):
+    assert attention.decode_blocks(rows * 8, context, head_dim, 132) == expected
 
 
-def test_no_more_contexts_are_shared_than_there_are_counters():
-    for rows in (128, 129, 200):
-        splits = attention.decode_splits(rows, 8, 4096, num_sms=10**4)
-        assert (splits > 1) == (rows * 8 <= attention.MAX_SHARED)
+def test_no_more_blocks_share_contexts_than_there_are_counters():
+    blocks, partitions = attention.decode_blocks(200, 4096, 64, num_sms=10**4)
+    assert 0 < blocks <= attention.MAX_BLOCKS and partitions == 16
+
+
+@pytest.mark.parametrize(
+    ("blocks", "per_sm"), [(1, 1), (132, 1), (133, 2), (264, 2), (265, 3), (10**4, 3)]
+)
+def test_blocks_of_few_rows_spread_over_all_sms(blocks, per_sm):
+    sm, static = H200.smem_per_block + 1024, 9344 + 1024
+    assert sm // (attention.decode_smem(blocks, 64, H200) + static) == per_sm
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (32, 8), (22, 2), (8, 8)])
@@ -248,12 +256,14 @@ def test_scratch_bounds_all_smaller_steps(heads, kv_heads, context):
             for c in {min(context, 300), context}:
                 a = operands(rows, heads, kv_heads, 64, decode=rows, context=c)
                 (launch,) = op.launches(a, H200)
-                if launch.grid[0] > 1:  # split: the last state's end
-                    names = [n for _, n in attention.DECODE.params]
-                    args = dict(zip(names, launch.args, strict=True))
-                    states = rows * heads * args["max_partitions"]
+                names = [n for _, n in attention.DECODE.params]
+                args = dict(zip(names, launch.args, strict=True))
+                partitions = args["max_partitions"]
+                if partitions > 1:  # contexts may be split: the last state's end
+                    group = min(heads // kv_heads, attention.DECODE_HEADS)
+                    states = launch.grid[0] * partitions * group
                     assert args["partial_out"] == a.scratch
-                    assert args["partial_state"] == a.scratch + states * 64 * 4
+                    assert args["partial_state"] >= a.scratch + states * 64 * 4
                     assert args["partial_state"] + states * 8 <= a.scratch + bound
 
 
@@ -261,13 +271,13 @@ def test_launches_cover_decode_and_prefill_rows():
     op = attention.Attention()
     a = operands(7, 32, 8, 128, decode=4, context=500, queries=130)
     decode, prefill = op.launches(a, H200)
-    assert decode.grid == (2, 8, 4) and decode.smem == 65536
+    assert decode.grid == (32, 1, 1) and decode.smem >= 65536
     assert prefill.grid == (3, 32, 3) and prefill.smem == 65536
     assert len(op.launches(operands(3, 8, 8, 64, decode=0, context=50, queries=9), H200)) == 1
     (decode,) = op.launches(operands(3, 8, 8, 64, decode=3, context=50), H200)
-    assert decode.grid == (1, 8, 3)
+    assert decode.grid == (24, 1, 1)
     (decode,) = op.launches(operands(3, 18, 2, 64, decode=3, context=50), H200)
-    assert decode.grid == (1, 4, 3), "a group of 9 makes two head blocks"
+    assert decode.grid == (12, 1, 1), "a group of 9 makes two head blocks"
     with pytest.raises(InputError, match="head_dim=80"):
         op.launches(operands(1, 8, 8, 80, decode=1, context=50), H200)
 
@@ -296,13 +306,13 @@ def test_decode_kernel(device, group, kv_heads, head_dim, block_size, act):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("blocks", [1, 2, 7])
 @pytest.mark.parametrize("group", [3, 11])
-def test_decode_of_padding_rows(device, monkeypatch, group, splits):
+def test_decode_of_padding_rows(device, monkeypatch, group, blocks):
     """Whether one block takes all partitions of a context or several share them."""
     shape = (2 * group, 2, 64, 16)
     dims, arrays = problem([(1, 30), (1, 4), (1, 999), (1, 9)], *shape)
-    monkeypatch.setattr(attention, "decode_splits", lambda *_: splits)
+    monkeypatch.setattr(attention, "decode_blocks", lambda *_: (blocks, 4))
     program = attention_program(*shape)
     got = check_cuda(device, program, program, dims, with_padding(arrays), limits={"T": 6})["y"]
     assert (got[PADDING] == 0).all()
@@ -318,14 +328,14 @@ def test_decode_of_the_longest_partitions(device):
 
 @pytest.mark.gpu
 def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
-    """To the bit: alone over many blocks, in a batch, merged inside of one block; and several times
-    over: blocks that share a context leave their counter as they found it."""
+    """To the bit: alone, in a batch, over many blocks, merged inside of one; several times over, as
+    blocks that share a context leave their counter as they found it."""
     shape = (8, 2, 64, 16)
     dims, arrays = problem([(1, 4096), (1, 299), (1, 1500)], *shape)
     program = attention_program(*shape, outputs=("y", "again", "and_again"))
     batch = run_cuda(device, program, dims, arrays)["y"]
-    for splits in (1, 2, 3, 16):
-        monkeypatch.setattr(attention, "decode_splits", lambda *_, n=splits: n)
+    for blocks in (1, 2, 3, 16, 37):
+        monkeypatch.setattr(attention, "decode_blocks", lambda *_, n=blocks: (n, 17))
         got = run_cuda(device, program, dims, arrays)
         for output in outputs_of(program):
             np.testing.assert_array_equal(got[output], batch)

@@ -142,9 +142,9 @@ def test_kv_write_reference(block_size):
 
 
 def test_half_turns_in_two_floats_keep_the_angle():
-    """The reduction of rope.cu, in NumPy: what it loses against the float32 angle."""
+    """The reduction of rotation.cuh, in NumPy: what it loses against the float32 angle."""
     f32 = np.float32
-    text = (cuda_src_dir() / "rope.cu").read_text()
+    text = (cuda_src_dir() / "include" / "rotation.cuh").read_text()
     inv_pi = float(re.search(r"kInvPi = ([\d.]+)f;", text).group(1))
     angle = np.arange(0, 131072, 13).astype(f32)[:, None] * inv_freq(64)
     high = angle * f32(inv_pi)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig, check_int
+from tinyvllm.sampling_params import SAMPLERS
+
+PHASES = ("decode", "prefill")
 
 
 def add(commands: Commands) -> None:
@@ -20,6 +23,23 @@ def add(commands: Commands) -> None:
     latency.add_argument("--json", action="store_true", help="print one JSON object")
     latency.add_argument("--host", action="store_true", help="show the host's time per step too")
     _finish(latency, run_latency)
+
+    kernels = kinds.add_parser("kernels", help="time and floor of each op of a step")
+    kernels.add_argument("--phase", choices=PHASES, default="decode", help="which step")
+    kernels.add_argument("--batch", type=int, nargs="+", default=[1], help="sequences in the step")
+    kernels.add_argument(
+        "--context", type=int, nargs="+", default=[256], help="tokens of each, with the new one"
+    )
+    kernels.add_argument("--sampler", choices=SAMPLERS, default="plain", help="of the step")
+    kernels.add_argument("--temperature", type=float, default=0.0, help="of all rows")
+    kernels.add_argument(
+        "--rows",
+        action="store_true",
+        help="for each number of rows: the padded step's time over that of an exact graph",
+    )
+    kernels.add_argument("--json", action="store_true", help="print one JSON object")
+    kernels.add_argument("--svg", metavar="FILE", help="write a roofline")
+    _finish(kernels, run_kernels)
 
     host = kinds.add_parser("host", help="Python's time for a step, on a device that does nothing")
     host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="sequences")
@@ -107,6 +127,22 @@ def run_latency(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.latency import bench_latency
 
     bench_latency(config, args.batch, args.context, as_json=args.json, host=args.host)
+
+
+def run_kernels(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.kernels import bench_kernels
+
+    bench_kernels(
+        config,
+        phase=args.phase,
+        sampler=args.sampler,
+        temperature=args.temperature,
+        batches=args.batch,
+        contexts=args.context,
+        rows=args.rows,
+        as_json=args.json,
+        svg=args.svg,
+    )
 
 
 def run_host(args: argparse.Namespace, config: EngineConfig) -> None:

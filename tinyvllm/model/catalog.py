@@ -66,7 +66,8 @@ def _model_launches(
 ) -> Iterator[Launch]:
     step = step_program(config, "step", block_size=block_size)
     for phase in RULES:
-        yield from _launches(lower(step, phase), _sizes(), act, device)
+        sizes = (dims for dims in _sizes() if phase != "decode" or dims["D"] == dims["R"])
+        yield from _launches(lower(step, phase), sizes, act, device)
     step = step_program(config, "step", block_size=block_size, sampler="adjust")
     yield from _launches(step, _sizes(), act, device)
     for program in (logprobs_program(config, "logprobs"), score_program(config, "score")):

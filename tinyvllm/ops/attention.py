@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
+from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Shape
 from tinyvllm.util import InputError, ceil_div
@@ -16,9 +17,10 @@ from tinyvllm.util import InputError, ceil_div
 DECODE = Kernel(
     "attention_decode.cu",
     "attention_decode_kernel",
-    "ptr q, ptr kv_cache, ptr block_tables, ptr batch_slots, ptr seq_lens, ptr y, ptr partial_out, "
-    "ptr partial_state, f32 scale_log2, i32 q_stride, i32 y_stride, i64 block_stride, "
-    "i32 num_kv_heads, i32 group_size, i32 block_shift, i32 max_blocks, i32 max_partitions",
+    "ptr q, ptr kv_cache, ptr block_tables, ptr batch_slots, ptr seq_lens, ptr inv_freq, ptr y, "
+    "ptr partial_out, ptr partial_state, f32 scale_log2, i32 num_rows, i32 q_stride, i32 y_stride, "
+    "i64 block_stride, i32 num_kv_heads, i32 group_size, i32 block_shift, i32 max_blocks, "
+    "i32 max_partitions",
     pdl=True,
 )
 PREFILL = Kernel(
@@ -33,16 +35,21 @@ PREFILL = Kernel(
 HEAD_DIMS = (64, 128)
 
 # Constants of attention_decode.cu: threads, tokens of the shortest partition, most partitions,
-# query heads that share one read of K and V, (row, head block) pairs whose context several blocks
-# may share, bytes of K and V in shared memory for each warp.
+# query heads that share one read of K and V, most blocks, bytes of K and V in shared memory for
+# each warp.
 DECODE_THREADS = 128
 MIN_PARTITION = 256
-MAX_PARTITIONS = 64
+MAX_PARTITIONS = 32
 DECODE_HEADS = 8
-MAX_SHARED = 1024
+MAX_BLOCKS = 1024
 RING_BYTES = 16384
-# So many are resident on an SM of 228 KiB, each with 64 KiB of K and V in flight.
-DECODE_BLOCKS_PER_SM = 3
+# Contexts of so few partitions are never shared by several blocks.
+WHOLE_PARTITIONS = 2
+# So many are resident on an SM of 228 KiB, by their registers too, each with 64 KiB in flight.
+DECODE_BLOCKS_PER_SM = {64: 3, 128: 2}
+# Blocks on an SM that share contexts. All start at once and read as much; a third one adds no
+# bandwidth, but some then get less of it, and the last one is late.
+SHARING_BLOCKS_PER_SM = 2
 
 # Constants of attention_prefill.cu: threads, queries and keys of a tile.
 PREFILL_THREADS = 128
@@ -69,17 +76,28 @@ def max_partitions(context: int) -> int:
     return min(MAX_PARTITIONS, ceil_div(context, MIN_PARTITION))
 
 
-def decode_splits(rows: int, head_blocks: int, context: int, num_sms: int) -> int:
-    """Most blocks that share one context (1: without scratch); a short row takes fewer.
+def decode_blocks(pairs: int, context: int, head_dim: int, num_sms: int) -> tuple[int, int]:
+    """(blocks, partitions of a context): how decode attention divides its work.
 
-    With 8 head blocks and 132 SMs, 396 blocks are resident: one row of 4096 tokens takes all of its
-    16 partitions at once, 16 rows take 3 blocks each, 25 rows or more one each: then all memory
-    bandwidth is in use already, and more blocks would only wait for their turn.
+    `pairs` of a row and a head block. 0 partitions: one block for each pair. That is best where
+    splitting a context gains less than it costs to merge, and where the pairs alone keep the GPU
+    busy for a while. Otherwise about as many blocks as the GPU runs at once share all partitions.
     """
-    pairs = rows * head_blocks
-    if pairs > MAX_SHARED:
-        return 1
-    return max(1, min(num_sms * DECODE_BLOCKS_PER_SM // pairs, max_partitions(context)))
+    partitions = max_partitions(context)
+    if partitions <= WHOLE_PARTITIONS or pairs >= 2 * num_sms * DECODE_BLOCKS_PER_SM[head_dim]:
+        return pairs, 0
+    share = ceil_div(pairs * partitions, _sharing_blocks(num_sms))
+    return ceil_div(pairs * partitions, share), partitions
+
+
+def decode_smem(blocks: int, head_dim: int, device: DeviceInfo) -> int:
+    """Shared memory of a block: its ring, and as much as keeps more blocks than needed off an SM.
+
+    Blocks that start early would crowd onto the SMs that are free already.
+    """
+    per_sm = min(DECODE_BLOCKS_PER_SM[head_dim], ceil_div(blocks, device.num_sms))
+    ring = DECODE_THREADS // 32 * RING_BYTES
+    return max(ring, device.smem_per_block // (per_sm + 1) + 1024)
 
 
 class Attention(OpDef):
@@ -122,13 +140,11 @@ class Attention(OpDef):
             _attend(q[tokens], k, v, y[tokens])
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        head_dim = a.kv_cache.shape[-1]
-        if head_dim not in HEAD_DIMS:
-            raise InputError(f"head_dim={head_dim}: attention kernels exist for {HEAD_DIMS}")
+        head_dim = check_head_dim(a)
         num_decode, num_rows = a.dims["D"], a.seq_lens.shape[0]
         launches = []
         if num_decode > 0:
-            launches.append(self._decode(a, device, num_decode))
+            launches.append(decode_launch(a, device, a.q, num_decode))
         if num_rows > num_decode:
             heads = a.q.shape[1] // head_dim
             grid = (ceil_div(a.dims["Q"], PREFILL_QUERIES), heads, num_rows - num_decode)
@@ -140,37 +156,13 @@ class Attention(OpDef):
                     smem=2 * 2 * PREFILL_KEYS * head_dim * a.act.itemsize,
                     query_start=a.query_start.ptr,
                     first_row=num_decode,
-                    **_common(a),
+                    **_common(a, a.q),
                 )
             )
         return launches
 
-    def _decode(self, a: Operands, device: DeviceInfo, rows: int) -> Launch:
-        head_dim, partitions = a.kv_cache.shape[-1], max_partitions(a.dims["C"])
-        head_blocks = _head_blocks(a)
-        splits = decode_splits(rows, head_blocks, a.dims["C"], device.num_sms)
-        states = rows * a.q.shape[1] // head_dim * partitions
-        return DECODE(a.act, head_dim).launch(
-            (splits, head_blocks, rows),
-            DECODE_THREADS,
-            smem=DECODE_THREADS // 32 * RING_BYTES,
-            partial_out=a.scratch,
-            partial_state=a.scratch + states * head_dim * 4,
-            max_partitions=partitions,
-            **_common(a),
-        )
-
     def scratch(self, a: Operands, device: DeviceInfo) -> int:
-        """States of all partitions of as many rows as are still split over several blocks."""
-        partitions = max_partitions(a.dims["C"])
-        if partitions == 1:
-            return 0
-        # decode_splits is 1 for more rows.
-        most_split = device.num_sms * DECODE_BLOCKS_PER_SM // (2 * _head_blocks(a))
-        rows: int = min(a.seq_lens.shape[0], most_split)
-        head_dim: int = a.kv_cache.shape[-1]
-        heads: int = a.q.shape[1] // head_dim
-        return rows * heads * partitions * (head_dim + 2) * 4
+        return decode_scratch(a, device)
 
     def cost(self, a: Operands) -> Cost:
         """With every context of length C: K and V of each row once, two products a score."""
@@ -180,11 +172,60 @@ class Attention(OpDef):
         return Cost((kv_values + 2 * tokens * width) * a.act.itemsize, 4 * tokens * context * width)
 
 
-def _head_blocks(a: Operands) -> int:
-    """Blocks that the query heads make for each row and split."""
-    kv_heads, _, head_dim = a.kv_cache.shape[-3:]
-    group: int = a.q.shape[1] // head_dim // kv_heads
-    return int(kv_heads) * ceil_div(group, DECODE_HEADS)
+def check_head_dim(a: Operands) -> int:
+    """The size of a head; InputError unless there are kernels for it."""
+    head_dim: int = a.kv_cache.shape[-1]
+    if head_dim not in HEAD_DIMS:
+        raise InputError(f"head_dim={head_dim}: attention kernels exist for {HEAD_DIMS}")
+    return head_dim
+
+
+def _head_blocks(q_width: int, kv_heads: int, head_dim: int) -> int:
+    """Head blocks of a row: query heads that are computed together."""
+    return kv_heads * ceil_div(q_width // head_dim // kv_heads, DECODE_HEADS)
+
+
+def decode_launch(
+    a: Operands, device: DeviceInfo, q: DeviceArray, rows: int, inv_freq: int | None = None
+) -> Launch:
+    """Attention of the first `rows` rows, one token each. With the address of `inv_freq`, `q`
+    holds the heads of q, k and v, neither rotated nor in the cache yet."""
+    kv_heads, head_dim = a.kv_cache.shape[3], check_head_dim(a)
+    width, context = a.y.shape[1], a.dims["C"]
+    pairs = rows * _head_blocks(width, kv_heads, head_dim)
+    blocks, partitions = decode_blocks(pairs, context, head_dim, device.num_sms)
+    return DECODE(a.act, head_dim, inv_freq is not None).launch(
+        (blocks,),
+        DECODE_THREADS,
+        smem=decode_smem(blocks, head_dim, device),
+        inv_freq=inv_freq or 0,
+        num_rows=rows,
+        partial_out=a.scratch,
+        partial_state=a.scratch + _states(a, device) * head_dim * 4,
+        max_partitions=partitions,
+        **_common(a, q),
+    )
+
+
+def decode_scratch(a: Operands, device: DeviceInfo) -> int:
+    """Bytes for the states of all partitions of contexts that several blocks share."""
+    return _states(a, device) * (check_head_dim(a) + 2) * 4
+
+
+def _states(a: Operands, device: DeviceInfo) -> int:
+    """Each block may be the first of a row and head block that others help with."""
+    kv_heads, head_dim = a.kv_cache.shape[3], check_head_dim(a)
+    width, partitions = a.y.shape[1], max_partitions(a.dims["C"])
+    if partitions <= WHOLE_PARTITIONS:
+        return 0
+    pairs = a.seq_lens.shape[0] * _head_blocks(width, kv_heads, head_dim)
+    blocks = min(_sharing_blocks(device.num_sms), pairs * partitions)
+    group = min(DECODE_HEADS, width // head_dim // kv_heads)
+    return int(blocks * partitions * group)
+
+
+def _sharing_blocks(num_sms: int) -> int:
+    return min(MAX_BLOCKS, num_sms * SHARING_BLOCKS_PER_SM)
 
 
 def kv_address(a: Operands) -> dict[str, Any]:
@@ -202,17 +243,17 @@ def kv_address(a: Operands) -> dict[str, Any]:
     }
 
 
-def _common(a: Operands) -> dict[str, Any]:
+def _common(a: Operands, q: DeviceArray) -> dict[str, Any]:
     """Arguments of both the decode and the prefill kernel."""
     return {
-        "q": a.q.ptr,
-        "q_stride": a.q.row_stride,
+        "q": q.ptr,
+        "q_stride": q.row_stride,
         "y": a.y.ptr,
         "y_stride": a.y.row_stride,
         "batch_slots": a.batch_slots.ptr,
         "seq_lens": a.seq_lens.ptr,
         "scale_log2": a.scale * math.log2(math.e),
-        "group_size": a.q.shape[1] // (a.kv_cache.shape[3] * a.kv_cache.shape[5]),
+        "group_size": a.y.shape[1] // (a.kv_cache.shape[3] * a.kv_cache.shape[5]),
         **kv_address(a),
     }
 

@@ -13,7 +13,7 @@ from tinyvllm.driver.device import Stream
 from tinyvllm.driver.graph import GraphExec, capture
 from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
 from tinyvllm.driver.memory import copy_to_device, copy_to_host, memset
-from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.driver.spec import DeviceInfo, Launch
 from tinyvllm.driver.timing import LaunchTimer
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.output_ring import OutputRing, PendingOutputs
@@ -31,7 +31,7 @@ from tinyvllm.ops.executor import (
     scratch_name,
     writes_nothing,
 )
-from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Program, concrete
+from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Op, Program, concrete
 from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType
 
@@ -53,6 +53,10 @@ class _LaunchList:
 
     def close(self) -> None:
         """Nothing to free: the kernels belong to the loader."""
+
+
+def _flat(by_op: list[tuple[Op, list[PreparedLaunch]]]) -> list[PreparedLaunch]:
+    return [launch for _, launches in by_op for launch in launches]
 
 
 class CudaExecutor:
@@ -130,7 +134,7 @@ class CudaExecutor:
             plan = plan_program(p, dims, self._act, self._info)
             arena = self._pool.alloc(plan.arena_bytes, self._stream)
             try:
-                _LaunchList(self._prepare(p, dims, plan, arena)).run(self._stream)
+                _LaunchList(_flat(self._prepare(p, dims, plan, arena))).run(self._stream)
                 return self._fetch(p, dims, plan, arena, fetch)
             finally:
                 self._pool.free(arena, self._stream)
@@ -139,12 +143,30 @@ class CudaExecutor:
         key = (program, graph, *dims.values())
         ready = self._prepared.get(key)
         if ready is None:
-            launches = self._prepare(p, dims, self.plans[program], self.arena)
+            launches = _flat(self._prepare(p, dims, self.plans[program], self.arena))
             ready = self._capture(launches) if graph else _LaunchList(launches)
             self._prepared.put(key, ready)
         ready.run(self._stream)
         self._previous = p, dims
         return self._fetch(p, dims, self.plans[program], self.arena, fetch)
+
+    @property
+    def stream(self) -> Stream:
+        """Where all work goes."""
+        return self._stream
+
+    def launches_by_op(self, program: str, dims: Dims) -> list[tuple[Op, list[PreparedLaunch]]]:
+        """The launches of a program at these sizes, ready to run, op by op: for benchmarks.
+
+        What they compute depends on the inputs and states that an earlier `run` has left.
+        """
+        p, dims = self._programs[program], {**self._limits, **dims}
+        return self._prepare(p, dims, self.plans[program], self.arena)
+
+    def launch(self, launches: Iterable[Launch]) -> None:
+        """Runs launches that belong to no program, in stream order."""
+        for launch in launches:
+            self._loader.prepare(launch).run(self._stream)
 
     def array(self, name: str) -> DeviceArray:
         """Where a state or a weight is, for as long as the executor is open."""
@@ -245,13 +267,15 @@ class CudaExecutor:
         """Runs a program launch by launch and reports the times; `sizes` are those to report."""
         assert self._timing is not None
         timer, report = self._timing
-        launches = self._prepare(p, dims, self.plans[p.name], self.arena)
+        launches = _flat(self._prepare(p, dims, self.plans[p.name], self.arena))
         report(TRACK, *timer.run(p.name, sizes, launches, self._loader, self._stream))
         self._previous = p, dims
         return self._fetch(p, dims, self.plans[p.name], self.arena, fetch)
 
-    def _prepare(self, p: Program, dims: Dims, plan: Plan, arena: int) -> list[PreparedLaunch]:
-        launches = []
+    def _prepare(
+        self, p: Program, dims: Dims, plan: Plan, arena: int
+    ) -> list[tuple[Op, list[PreparedLaunch]]]:
+        by_op: list[tuple[Op, list[Launch]]] = []
         for i, op in enumerate(p.ops):
             if writes_nothing(p, op, dims):
                 continue
@@ -262,9 +286,9 @@ class CudaExecutor:
                 lambda name: self._array(p, name, dims, plan, arena),
                 arena + plan.offsets.get(scratch_name(i), 0),
             )
-            launches += op_def(op.kind).launches(operands, self._info)
-        self._loader.load_all({launch.spec for launch in launches})
-        return [self._loader.prepare(launch) for launch in launches]
+            by_op.append((op, op_def(op.kind).launches(operands, self._info)))
+        self._loader.load_all({launch.spec for _, launches in by_op for launch in launches})
+        return [(op, [self._loader.prepare(one) for one in launches]) for op, launches in by_op]
 
     def _array(self, p: Program, name: str, dims: Dims, plan: Plan, arena: int) -> DeviceArray:
         if name in self._arrays:

@@ -98,6 +98,26 @@ def fuse_rope_kv_write(
     return 3, fused
 
 
+def fuse_rope_attention(
+    p: Program, ops: list[Op], i: int, readers: Readers
+) -> tuple[int, Op] | None:
+    """RoPE and KV write in the attention that follows them; for rows of one token each."""
+    if [op.kind for op in ops[i : i + 2]] != ["rope_kv_write", "attention"]:
+        return None
+    write, attention = ops[i : i + 2]
+    q = write.operands["q"]
+    same = all(
+        attention.operands[n] == write.operands[n] for n in ("kv_cache", "block_tables")
+    ) and all(attention.attrs[n] == write.attrs[n] for n in ("layer", "group"))
+    if not same or attention.operands["q"] != q or readers[q] != 1:
+        return None
+    operands = {**write.operands, **attention.operands}
+    del operands["q"]
+    local = (*write.local, p.buffers[q])
+    fused = Op("rope_attention", operands, attention.attrs, (*write.parts, attention), local)
+    return 2, fused
+
+
 def fuse_silu_mul(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Gate and up products with the SiLU product in the epilogue, weight rows interleaved."""
     if [op.kind for op in ops[i : i + 3]] != ["matmul", "matmul", "silu_mul"]:
@@ -153,7 +173,7 @@ COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write]
 RULES: dict[str, list[Rule]] = {
     "primitive": [],
     "prefill": [*COMMON, fuse_matmul_add],
-    "decode": [*COMMON, fuse_add_rms_norm],
+    "decode": [*COMMON, fuse_rope_attention, fuse_add_rms_norm],
 }
 
 

@@ -1,0 +1,109 @@
+"""Steps of made-up sequences, set up directly in the state of a CUDA executor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tinyvllm.engine.batch import MIN_CONTEXT_CLASS, Batch, size_class
+from tinyvllm.ops.cuda_executor import CudaExecutor
+from tinyvllm.ops.random_fill import fill_launches
+from tinyvllm.ops.row_params import as_words, new_row_params
+from tinyvllm.util import InputError, ceil_div
+
+KV_SCALE = 3**0.5 / 32768  # of random 16-bit integers: keys and values of variance 1
+FILL_ELEMENTS = 1 << 30  # in one launch
+
+
+class SyntheticSteps:
+    """Decode steps and prompts for the programs of an executor, all rows of one length.
+
+    The KV cache is filled with random values once; every block of a row's table is another one.
+    `seed` decides prompts and the order of blocks.
+    """
+
+    def __init__(self, executor: CudaExecutor, limits: Mapping[str, int], vocab: int) -> None:
+        self._executor, self._limits, self._vocab = executor, limits, vocab
+        self._rng = np.random.default_rng(0)
+        self._kv = executor.array("kv_cache")
+        self._filled = 0  # blocks
+
+    def set_rows(self, rows: int, position: int, last: int, *, temperature: float = 0.0) -> None:
+        """Puts slots 0 .. rows-1 at `position`, with tables for positions up to `last`.
+
+        With a temperature, rows sample with top_k 50, top_p 0.9 and min_p 0.01, where the program
+        filters. InputError if the KV cache is too small.
+        """
+        slots, table_len = self._limits["SLOTS"], self._limits["MB"]
+        blocks = ceil_div(last + 1, self._kv.shape[-2])
+        if rows * blocks > self._kv.shape[0] or blocks > table_len:
+            raise InputError(
+                f"{rows} rows of {last + 1} tokens need {rows * blocks} KV blocks: there are "
+                f"{self._kv.shape[0]}, {table_len} for a row"
+            )
+        self._fill_kv(rows * blocks)
+        tables = np.zeros((1, slots, table_len), np.int32)
+        ids = self._rng.permutation(rows * blocks).astype(np.int32)
+        tables[0, :rows, :blocks] = ids.reshape(rows, blocks)
+        params = new_row_params(slots)
+        params["temperature"] = temperature
+        params["seed"][:, 0] = np.arange(slots)
+        if temperature > 0:
+            params["top_k"], params["top_p"], params["min_p"] = 50, 0.9, 0.01
+        tokens = self._rng.integers(0, self._vocab, slots).astype(np.int32)
+        self._executor.write_state("block_tables", tables)
+        self._executor.write_state("row_params", as_words(params))
+        self._executor.write_state("row_token", tokens)
+        self.set_position(position)
+
+    def set_position(self, position: int) -> None:
+        """Moves all slots to this position."""
+        positions = np.full(self._limits["SLOTS"], position, np.int32)
+        self._executor.write_state("row_position", positions)
+
+    def decode(self, rows: int, longest: int, padded_to: int | None = None) -> Batch:
+        """A decode step of `rows` rows of up to `longest` tokens, and of padding up to a number."""
+        count = padded_to or rows
+        slots = np.where(np.arange(count) < rows, np.arange(count), -1)
+        dims = {"T": count, "R": count, "R1": count + 1, "S": count, "D": count, "Q": 0}
+        dims["C"] = size_class(longest, MIN_CONTEXT_CLASS)
+        return Batch(dims, self._inputs(slots, np.arange(count + 1), np.full(count, -1)))
+
+    def prefill(self, rows: int, length: int) -> Batch:
+        """A step of whole prompts of `length` tokens; the rows must be at position 0."""
+        starts, tokens = np.arange(rows + 1) * length, rows * length
+        dims = {"T": tokens, "R": rows, "R1": rows + 1, "S": rows, "D": 0, "CP": 0}
+        dims |= {"Q": size_class(length), "C": size_class(length, MIN_CONTEXT_CLASS)}
+        ids = self._rng.integers(0, self._vocab, tokens)
+        return Batch(dims, self._inputs(np.arange(rows), starts, ids))
+
+    def _inputs(
+        self, slots: np.ndarray, starts: np.ndarray, ids: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        arrays = {
+            "edit_counts": np.zeros(2),
+            "batch_slots": slots,
+            "query_start": starts,
+            "sample_rows": np.arange(len(slots)),
+            "prompt_ids": ids,
+        }
+        return {name: array.astype(np.int32) for name, array in arrays.items()}
+
+    def _fill_kv(self, blocks: int) -> None:
+        block_size = self._kv.size // self._kv.shape[0]
+        step = max(1, FILL_ELEMENTS // block_size)
+        for first in range(self._filled, blocks, step):
+            count = min(step, blocks - first)
+            self._executor.launch(
+                fill_launches(
+                    self._kv.ptr + first * block_size * self._kv.dtype.itemsize,
+                    self._kv.dtype,
+                    key=first,
+                    base=0.0,
+                    scale=KV_SCALE,
+                    num_rows=count,
+                    row_len=block_size,
+                )
+            )
+        self._filled = max(self._filled, blocks)
