@@ -3,10 +3,11 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "tinyvllm.api.llm",
+    "AsyncLLM": "tinyvllm.api.async_llm",
     "EngineConfig": "tinyvllm.config",
     "RequestOutput": "tinyvllm.outputs",
     "SamplingParams": "tinyvllm.sampling_params",

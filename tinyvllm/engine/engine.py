@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.driver.calls import phase
 from tinyvllm.engine.backend import Backend, open_backend
 from tinyvllm.engine.monitor import Monitor
 from tinyvllm.engine.output_processor import OutputProcessor
+from tinyvllm.engine.prompt import tokenize
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.row_lists import row_lists
 from tinyvllm.engine.runner import ModelRunner, RunningStep
@@ -25,7 +24,7 @@ from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams, bad_word_ids
-from tinyvllm.util import InputError, logger, short_repr
+from tinyvllm.util import InputError, logger
 
 
 class LLMEngine:
@@ -73,7 +72,7 @@ class LLMEngine:
     ) -> list[Request]:
         """The checked sequences of a request, params.n of them; `enqueue` starts them."""
         self._check_awake()
-        text, ids = self._tokenize(request_id, prompt)
+        text, ids = tokenize(self.tokenizer, request_id, prompt)
         vocab_size = self.model.config.vocab_size
         words = bad_word_ids(params.bad_words, lambda word: self.tokenizer.encode(word, False))
         requests: list[Request] = []
@@ -288,17 +287,3 @@ class LLMEngine:
         self._check_open()
         if self._sleeping:
             raise RuntimeError("the engine sleeps and takes no requests: call wake_up() first")
-
-    def _tokenize(self, request_id: str, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            ids = prompt["prompt_token_ids"]
-            if isinstance(ids, np.ndarray) and ids.ndim == 1:
-                ids = ids.tolist()
-            if isinstance(ids, (list, tuple)):
-                return None, list(ids)
-        raise InputError(
-            f"request {request_id!r}: a prompt is text or {{'prompt_token_ids': [ids]}}, "
-            f"not {short_repr(prompt)}"
-        )

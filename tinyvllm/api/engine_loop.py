@@ -1,0 +1,180 @@
+"""The engine's process: takes requests from its caller, steps, sends one message a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import traceback
+
+from tinyvllm.api.wire import Abort, Add, Channel, Failed, Found, Head, News, Ready, Row
+from tinyvllm.config import EngineConfig
+from tinyvllm.driver.calls import CompileError, CudaError
+from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.memory.pool import OutOfMemoryError
+from tinyvllm.model.hub import resolve_model
+from tinyvllm.outputs import RequestOutput
+from tinyvllm.util import InputError
+
+START_ERRORS = (InputError, CudaError, CompileError, OutOfMemoryError)  # told without a traceback
+STATS_INTERVAL_S = 0.5
+
+
+def main(socket_fd: int, lifeline_fd: int) -> None:
+    """Runs until the caller closes its end; `lifeline_fd` is a pipe that it holds while it lives.
+
+    A caller that dies ends this process at once, even in the middle of starting: a thread waits
+    for the pipe's end. (The kernel's signal for a parent's death would come when the thread ends
+    that started this process.)
+    """
+    threading.Thread(target=_exit_with_caller, args=(lifeline_fd,), daemon=True).start()
+    channel = Channel(socket.socket(fileno=socket_fd))
+    config, log_level = channel.receive(wait=True)[0]
+    logging.basicConfig(format="%(message)s", level=log_level)
+    try:
+        engine = _start(config, channel)
+    except START_ERRORS as error:
+        channel.send(Failed(str(error), by_input=True))
+        channel.flush()
+        raise SystemExit(1) from None
+    try:
+        EngineLoop(engine, channel).run()
+    except (EOFError, BrokenPipeError):
+        engine.close()
+    except Exception as error:
+        # The device may be in any state, and tokens are lost: the caller decides what follows.
+        traceback.print_exc()
+        channel.send(Failed(f"{type(error).__name__}: {error}", by_input=False))
+        channel.flush()
+        raise SystemExit(1) from None
+
+
+def _exit_with_caller(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)  # nothing is ever written: this returns at the end of the pipe
+    os._exit(1)
+
+
+def _start(config: EngineConfig, channel: Channel) -> LLMEngine:
+    model = resolve_model(config.model, config.load_format, config.revision)
+    # The caller needs the tokenizer, and must not download the model as well.
+    if model.path is None:
+        channel.send(Found(config.model, config.revision))
+    else:
+        channel.send(Found(str(model.path), None))
+    engine = LLMEngine(config)
+    backend = engine.backend
+    channel.send(
+        Ready(
+            backend.max_model_len,
+            backend.device_name,
+            engine.model.where,
+            backend.memory.num_blocks,
+        )
+    )
+    return engine
+
+
+class EngineLoop:
+    """Steps the engine while there are requests, and waits for some otherwise."""
+
+    def __init__(self, engine: LLMEngine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._numbers: dict[str, int] = {}  # of requests under way, by their ids
+        self._ids: dict[int, str] = {}
+        self._unreported: set[int] = set()  # those whose `Head` is still to be sent
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._last_stats = 0.0
+
+    def run(self) -> None:
+        """Never returns: EOFError or BrokenPipeError when the caller has gone."""
+        step_end: float | None = None
+        while True:
+            news = News([], [], [], None)
+            for commands in self._channel.receive(wait=step_end is None):
+                for command in commands:
+                    self._obey(command, news)
+            if self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    self._report(output, news)
+                # From end to end, so that what happens between two steps counts, and what comes
+                # before the first one after a pause does not.
+                now = time.perf_counter()
+                if step_end is not None:
+                    self._num_steps += 1
+                    self._step_seconds += now - step_end
+                step_end = now
+            idle = not self._engine.has_unfinished_requests()
+            if idle:
+                step_end = None
+            stats = self._stats(idle)
+            if news.heads or news.rows or news.refused or stats:
+                self._channel.send(news._replace(stats=stats))
+
+    def _obey(self, command: Add | Abort, news: News) -> None:
+        if isinstance(command, Abort):
+            request_id = self._ids.get(command.number)
+            output = self._engine.abort_request(request_id) if request_id is not None else None
+            if output is not None:
+                self._report(output, news)
+            return
+        prompt = {"prompt_token_ids": command.prompt_token_ids}
+        try:
+            self._engine.add_request(
+                command.request_id,
+                prompt,
+                command.params,
+                priority=command.priority,
+                stream=command.stream,
+            )
+        except InputError as error:
+            news.refused.append((command.number, str(error)))
+            return
+        self._numbers[command.request_id] = command.number
+        self._ids[command.number] = command.request_id
+        self._unreported.add(command.number)
+
+    def _report(self, output: RequestOutput, news: News) -> None:
+        number = self._numbers[output.request_id]
+        if number in self._unreported:
+            self._unreported.remove(number)
+            news.heads.append(Head(number, output.num_cached_tokens, output.prompt_logprobs))
+        for o in output.outputs:
+            row: Row = (
+                number,
+                o.index,
+                o.token_ids,
+                o.text,
+                o.cumulative_logprob,
+                o.logprobs,
+                o.finish_reason,
+                o.stop_reason,
+            )
+            news.rows.append(row)
+        if output.finished:
+            del self._numbers[output.request_id], self._ids[number]
+
+    def _stats(self, idle: bool) -> dict[str, float] | None:
+        now = time.monotonic()
+        if not idle and now - self._last_stats < STATS_INTERVAL_S:
+            return None
+        self._last_stats = now
+        steps = {"num_steps": self._num_steps, "step_seconds": self._step_seconds}
+        return {**snapshot(self._engine), **steps}
+
+
+def snapshot(engine: LLMEngine) -> dict[str, float]:
+    """The engine's numbers that metrics show, by name."""
+    scheduler, blocks = engine.scheduler, engine.scheduler.blocks
+    return {
+        "num_requests_running": len(scheduler.running),
+        "num_requests_waiting": len(scheduler.waiting),
+        "kv_cache_usage": blocks.usage,
+        "kv_blocks_total": blocks.num_blocks,
+        "kv_blocks_used": blocks.num_used,
+        "kv_blocks_cached": blocks.num_cached,
+        "kv_blocks_free": blocks.num_free,
+    }

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server (extra `serve`): requests over HTTP, answers from `AsyncLLM`."""
