@@ -32,8 +32,8 @@ class AsyncLLM:
     """A model that serves many requests at once. Options are those of `EngineConfig`.
 
     Creating it starts the engine's process and returns at once; `ready` waits until it can serve.
-    All methods belong to one event loop, `shutdown` included. Use it as an asynchronous context manager, or call
-    `shutdown`, to end the engine.
+    All methods belong to one event loop, `shutdown` included. Call that to end the engine, or use
+    the object as an asynchronous context manager.
 
     stats: the engine's newest numbers by name, at most half a second old while it works.
     """

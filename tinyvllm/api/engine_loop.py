@@ -91,6 +91,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Never returns: EOFError or BrokenPipeError when the caller has gone."""
+        self._channel.send(News([], [], [], self._stats(idle=True)))
         step_end: float | None = None
         while True:
             news = News([], [], [], None)
@@ -110,7 +111,7 @@ class EngineLoop:
             idle = not self._engine.has_unfinished_requests()
             if idle:
                 step_end = None
-            stats = self._stats(idle)
+            stats = self._stats(idle=idle)
             if news.heads or news.rows or news.refused or stats:
                 self._channel.send(news._replace(stats=stats))
 
@@ -157,7 +158,7 @@ class EngineLoop:
         if output.finished:
             del self._numbers[output.request_id], self._ids[number]
 
-    def _stats(self, idle: bool) -> dict[str, float] | None:
+    def _stats(self, *, idle: bool) -> dict[str, float] | None:
         now = time.monotonic()
         if not idle and now - self._last_stats < STATS_INTERVAL_S:
             return None

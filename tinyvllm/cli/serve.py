@@ -37,7 +37,8 @@ def run_serve(args: argparse.Namespace) -> int:
         from tinyvllm.model.hub import default_model
 
         args.model = default_model()
-    args.api_key = args.api_key or os.environ.get("TINYVLLM_API_KEY") or None
+    if args.api_key is None:  # an empty one is refused: it was meant to close the door
+        args.api_key = os.environ.get("TINYVLLM_API_KEY")
     config = from_args(EngineConfig, args)
     serve_config = from_args(ServeConfig, args)
     sock = bind(serve_config)  # before the model is loaded: a port in use is an error at once

@@ -47,7 +47,7 @@ class _Job:
     params: SamplingParams
     id: str
     created: int
-    # Of each choice: characters and prompt that its stream has sent.
+    # Of each choice whose stream has begun: characters of the tokens sent with logprobs.
     _sent: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -123,7 +123,8 @@ class _Job:
             logprobs = completion_logprobs(
                 self.state.tokenizer, token_ids, entries, offset, self.body.logprobs
             )
-        self._sent[index] = offset + len(text)
+            offset = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        self._sent[index] = offset
         choice = {
             "index": index,
             "text": text,

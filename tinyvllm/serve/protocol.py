@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tinyvllm.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from tinyvllm.util import InputError
@@ -19,6 +19,15 @@ MAX_FIELDS = 100
 # The first bad item of a list ends its check: a large body has no larger list of errors.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def _check_number_of_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"{len(value)} entries: at most {MAX_LOGIT_BIAS}")
+    return value
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(_check_number_of_biases)]
 
 
 class Strict(BaseModel):
@@ -51,7 +60,7 @@ class GenerationRequest(Strict):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    logit_bias: Biases | None = None
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | Texts | None = None

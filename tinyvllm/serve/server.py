@@ -16,7 +16,7 @@ from tinyvllm.serve.state import ServerState
 
 # For those who ask /health what happened, before the server ends after its engine.
 _LAST_WORDS_S = 2.0
-_CLOSE_S = 5  # for connections to close when nothing is in flight
+_CLOSE_S = 2  # for connections to close when nothing is in flight
 
 
 class Server(uvicorn.Server):
@@ -24,15 +24,24 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.asked_to_stop = asyncio.Event()
-        self.stopped_twice = False
+        self.asked_once = asyncio.Event()
+        self.asked_twice = asyncio.Event()
+        self.listening = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by `serve`."""
+        await super().startup(sockets)
+        self.listening.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called for SIGINT and SIGTERM."""
-        if self.asked_to_stop.is_set():
-            self.stopped_twice = self.force_exit = self.should_exit = True
-        self._loop.call_soon_threadsafe(self.asked_to_stop.set)
+        self.force_exit = self.asked_twice.is_set()  # a third one: whatever it costs
+        event = self.asked_twice if self.asked_once.is_set() else self.asked_once
+        # Set here, since another signal may come before the loop's next turn; in the loop too,
+        # which wakes it up.
+        event.set()
+        self._loop.call_soon_threadsafe(event.set)
 
 
 def run(llm: AsyncLLM, sock: socket.socket, config: ServeConfig, *, verbose: bool) -> int:
@@ -41,6 +50,7 @@ def run(llm: AsyncLLM, sock: socket.socket, config: ServeConfig, *, verbose: boo
     0 after a signal, when the requests under way have ended; 1 after a second signal or when the
     engine has died. `sock` is bound. InputError if the engine cannot start.
     """
+
     async def serve() -> int:
         try:
             return await _run(llm, sock, config, verbose)
@@ -65,7 +75,8 @@ async def _run(llm: AsyncLLM, sock: socket.socket, config: ServeConfig, verbose:
     )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     died = asyncio.create_task(llm.wait_dead())
-    asked = asyncio.create_task(server.asked_to_stop.wait())
+    asked = asyncio.create_task(server.asked_once.wait())
+    await server.listening.wait()
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(
@@ -83,16 +94,18 @@ async def _run(llm: AsyncLLM, sock: socket.socket, config: ServeConfig, verbose:
         await asyncio.sleep(_LAST_WORDS_S)
     elif not serving.done():
         drained = asyncio.create_task(state.idle.wait())
+        hurried = asyncio.create_task(server.asked_twice.wait())
         await asyncio.wait(
-            {drained, serving},
+            {drained, hurried, serving},
             timeout=config.shutdown_timeout,
             return_when=asyncio.FIRST_COMPLETED,
         )
         drained.cancel()
+        hurried.cancel()
     server.should_exit = True
     if not state.idle.is_set():
         llm.shutdown()  # whoever is still served gets an error
     await serving
     died.cancel()
     asked.cancel()
-    return 1 if dead or server.stopped_twice else 0
+    return 1 if dead or server.asked_twice.is_set() else 0
