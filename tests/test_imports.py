@@ -20,14 +20,8 @@ LAYERS = [
     {"model"},
     {"engine"},
     {"api"},
-    {
-        "",
-        "__main__",
-        "bench",
-        "cli",
-        "doctor",
-        "planning",
-    },  # "" is tinyvllm itself, for its version
+    # "" is tinyvllm itself, for its version.
+    {"", "__main__", "bench", "cli", "doctor", "planning", "serve"},
 ]
 # Third-party packages, and the layers that may import them; None: all.
 PACKAGES = {
@@ -39,6 +33,11 @@ PACKAGES = {
     "gguf": {"model"},  # the extra of that name
     "jinja2": {"model"},  # the extra `chat`
     "tqdm": {"progress"},  # comes with huggingface_hub
+    "fastapi": {"serve"},  # the extra `serve`, down to the last
+    "starlette": {"serve"},
+    "pydantic": {"serve"},
+    "uvicorn": {"serve"},
+    "prometheus_client": {"serve"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -125,6 +124,11 @@ def loaded_after(code):
 def test_descriptions_load_without_cuda(code):
     loaded = loaded_after(code)
     assert "cuda.bindings" not in loaded and "tokenizers" not in loaded
+
+
+def test_the_command_line_loads_no_server():
+    loaded = loaded_after("import tinyvllm.cli.main, tinyvllm.api.async_llm")
+    assert not loaded & {"fastapi", "uvicorn", "pydantic", "prometheus_client", "cuda.bindings"}
 
 
 def test_llm_is_found_and_unknown_names_are_not():

@@ -39,9 +39,19 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig(model=model, **options)
+        self._begin(EngineProcess(EngineConfig(model=model, **options)))
+
+    @classmethod
+    def from_process(cls, process: EngineProcess) -> AsyncLLM:
+        """Takes over an engine that has been started: before this module was imported, say."""
+        llm = cls.__new__(cls)
+        llm._begin(process)
+        return llm
+
+    def _begin(self, process: EngineProcess) -> None:
+        self.config = process.config
         self.stats: dict[str, float] = {}
-        self._process = EngineProcess(self.config)
+        self._process = process
         self._numbers = itertools.count()
         self._requests: dict[int, RequestStream] = {}
         self._by_id: dict[str, RequestStream] = {}

@@ -25,6 +25,7 @@ class EngineProcess(Closing):
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self.config = config
         self.socket, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         search_path = os.pathsep.join(os.path.abspath(p) for p in sys.path)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import os
 import socket
 
+from tinyvllm.api.engine_process import EngineProcess
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig
 from tinyvllm.serve.config import ServeConfig
@@ -43,13 +43,12 @@ def run_serve(args: argparse.Namespace) -> int:
     serve_config = from_args(ServeConfig, args)
     sock = bind(serve_config)  # before the model is loaded: a port in use is an error at once
 
-    # The engine's process starts here, and loads the model while this one imports FastAPI.
+    # The engine's process loads the model while this one imports FastAPI.
+    process = EngineProcess(config)
     from tinyvllm.api.async_llm import AsyncLLM
-
-    llm = AsyncLLM(**dataclasses.asdict(config))
     from tinyvllm.serve.server import run
 
-    return run(llm, sock, serve_config, verbose=args.verbose)
+    return run(AsyncLLM.from_process(process), sock, serve_config, verbose=args.verbose)
 
 
 def bind(config: ServeConfig) -> socket.socket:
