@@ -130,7 +130,7 @@ def _add_information(app: FastAPI, state: ServerState) -> None:
     async def model(model: str) -> Response:
         return _json(card(state.check_model(model)))
 
-    @app.get("/health", responses=_ERRORS)
+    @app.get("/health", responses=_ERRORS, response_class=Response)
     async def health() -> Response:
         state.check_serving()
         return Response()
