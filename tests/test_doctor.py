@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from tinyvllm import doctor
@@ -42,3 +44,14 @@ def test_on_the_gpu_a_kernel_runs():
     status, lines = lines_of()
     assert status == 0, lines
     assert any("run and checked" in line for line in lines)
+
+
+def test_json_has_every_check(monkeypatch, tmp_path):
+    monkeypatch.setenv("TINYVLLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "cuda_unavailable", lambda: "Driver 580 is needed.")
+    status, lines = lines_of(as_json=True)
+    (line,) = lines
+    result = json.loads(line)
+    assert status == 1 and result["problems"] == 1
+    (gpu,) = [check for check in result["checks"] if check["name"] == "GPU"]
+    assert gpu["state"] == "problem" and "Driver 580" in gpu["text"]

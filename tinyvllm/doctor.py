@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 
@@ -32,20 +33,26 @@ class ProblemError(Exception):
     """A check failed; the message says what is wrong and what to do."""
 
 
-def run_doctor(device_index: int = 0, write: Callable[[str], None] = print) -> int:
+def run_doctor(
+    device_index: int = 0, write: Callable[[str], None] = print, *, as_json: bool = False
+) -> int:
     """Runs every check, writing one line for each; returns the exit status: 1 with a problem.
 
-    A machine without a GPU is no problem: the engine then runs on the CPU.
+    `as_json` writes one JSON object instead. A machine without a GPU is no problem: the engine
+    then runs on the CPU.
     """
-    problems = 0
+    checks: list[dict[str, str]] = []
+
+    def say(state: str, name: str, text: str) -> None:
+        checks.append({"state": state, "name": name, "text": text})
+        if not as_json:
+            write(f"{state:<8} {name}: {text}")
 
     def check(name: str, body: Callable[[], str]) -> None:
-        nonlocal problems
         try:
-            write(f"ok       {name}: {body()}")
+            say("ok", name, body())
         except (ProblemError, InputError, CompileError, CudaError) as error:
-            problems += 1
-            write(f"problem  {name}: {error}")
+            say("problem", name, str(error))
 
     check("NVRTC", _nvrtc)
     check("headers", lambda: str(cuda_include_dir()))
@@ -53,17 +60,20 @@ def run_doctor(device_index: int = 0, write: Callable[[str], None] = print) -> i
     check("kernel cache", _cache)
     unavailable = cuda_unavailable()
     if unavailable in (NO_DRIVER, NO_GPU):
-        write(f"none     GPU: {unavailable} The engine runs on the CPU.")
+        say("none", "GPU", f"{unavailable} The engine runs on the CPU.")
         check("kernel", _compile_only)
     elif unavailable:
-        problems += 1
-        write(f"problem  GPU: {unavailable} The engine runs on the CPU until that is changed.")
+        say("problem", "GPU", f"{unavailable} The engine runs on the CPU until that is changed.")
         check("kernel", _compile_only)
     else:
         check("GPU", lambda: _gpu(device_index))
         check("memory pool", lambda: _pool(device_index))
         check("kernel", lambda: _run_kernel(device_index))
-    write("no problems" if problems == 0 else f"{problems} problem(s)")
+    problems = sum(entry["state"] == "problem" for entry in checks)
+    if as_json:
+        write(json.dumps({"problems": problems, "checks": checks}))
+    else:
+        write("no problems" if problems == 0 else f"{problems} problem(s)")
     return int(problems > 0)
 
 

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,20 @@ def test_generate_writes_the_text_and_says_how_fast_it_was(golden, capsys):
         assert out == llm.generate("ab", params)[0].outputs[0].text + "\n"
     assert "llama_bias" in err and "on cpu" in err
     assert "tokens/s prompt" in err and "tokens/s decode" in err and "first token" in err
+
+
+def test_json_is_one_object(golden, capsys):
+    assert generate(golden, "--max-tokens", "8", "--ignore-eos") == 0
+    text = capsys.readouterr().out
+    options = ("--max-tokens", "8", "--ignore-eos", "--json")
+    assert generate(golden, *options) == 0
+    result = json.loads(capsys.readouterr().out)
+    (output,) = result["outputs"]
+    assert result["prompt"] == "ab" and result["prompt_token_ids"] == [67, 68]
+    assert output["text"] + "\n" == text and len(output["token_ids"]) == 8
+    assert output["finish_reason"] == "length" and output["stop_reason"] is None
+    assert generate(golden, *options, "--n", "2", "--temperature", "1") == 0
+    assert len(json.loads(capsys.readouterr().out)["outputs"]) == 2
 
 
 def test_one_token_has_no_decode_rate(golden, capsys):
@@ -134,5 +149,5 @@ def test_doctor_returns_1_when_there_is_a_problem(monkeypatch):
     from tinyvllm import doctor
 
     for problems, status in ((0, 0), (3, 1)):
-        monkeypatch.setattr(doctor, "run_doctor", lambda index, n=problems: n)
+        monkeypatch.setattr(doctor, "run_doctor", lambda index, as_json, n=problems: n)
         assert main(["doctor"]) == status

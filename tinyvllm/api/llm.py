@@ -110,11 +110,22 @@ class LLM(Closing):
         """
         several = bool(messages) and isinstance(messages[0], (list, tuple))
         conversations: Any = messages if several else [messages]
-        render = self.engine.chat_template.render
-        texts = [render(c, add_generation_prompt=add_generation_prompt) for c in conversations]
-        tokenizer = self.get_tokenizer()
-        prompts = [{"prompt_token_ids": tokenizer.encode_chat(text)} for text in texts]
+        prompts: list[Prompt] = [
+            self.chat_prompt(c, add_generation_prompt=add_generation_prompt) for c in conversations
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(
+        self, messages: Messages, *, add_generation_prompt: bool = True
+    ) -> dict[str, Any]:
+        """The prompt that a conversation makes, for `generate` and `stream`: its token ids.
+
+        InputError if the model has no chat template, or that refuses the messages.
+        """
+        text = self.engine.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt
+        )
+        return {"prompt_token_ids": self.get_tokenizer().encode_chat(text)}
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

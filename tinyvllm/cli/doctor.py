@@ -11,6 +11,7 @@ def add(commands: Commands) -> None:
     """Adds the subcommand."""
     parser = commands.add_parser("doctor", help="check driver, GPU, compiler and cache")
     parser.add_argument("--device-index", type=int, default=0, help="which GPU to check")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_doctor)
 
 
@@ -18,4 +19,4 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Prints the checks of `tinyvllm doctor`."""
     from tinyvllm.doctor import run_doctor
 
-    return 1 if run_doctor(args.device_index) else 0
+    return 1 if run_doctor(args.device_index, as_json=args.json) else 0

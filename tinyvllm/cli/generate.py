@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("prompt")
     add_options(parser, EngineConfig, leave_out="seed")  # the request's own decides
     add_options(parser, SamplingParams)
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.set_defaults(run=run_generate, max_tokens=128, temperature=0.0)
 
 
@@ -36,21 +38,40 @@ def run_generate(args: argparse.Namespace, trace: Trace | None = None) -> int:
     config = from_args(EngineConfig, args, leave_out="seed")
     with LLM(**dataclasses.asdict(config), trace=trace) as llm:
         print(f"{llm.engine.model.where} on {llm.engine.backend.device_name}", file=sys.stderr)
-        stream_completion(llm, args.prompt, params, start)
+        stream_completion(llm, args.prompt, params, start, as_json=args.json)
     return 0
 
 
-def stream_completion(llm: Any, prompt: str, params: SamplingParams, start: float) -> None:
-    """Prints text as it comes; `start` is when the command began (`time.perf_counter`)."""
+def stream_completion(
+    llm: Any, prompt: str, params: SamplingParams, start: float, *, as_json: bool
+) -> None:
+    """Prints text as it comes; `start` is when the command began (`time.perf_counter`).
+
+    `as_json` prints one object when all has come: the texts and token ids of all n outputs.
+    """
     begin = first = time.perf_counter()
     count = 0
+    choices: list[dict[str, Any]] = [
+        {"text": "", "token_ids": [], "finish_reason": None, "stop_reason": None}
+        for _ in range(params.n)
+    ]
     for output in llm.stream(prompt, params):
         if count == 0:
             first = time.perf_counter()
-        count += len(output.outputs[0].token_ids)
-        print(output.outputs[0].text, end="", flush=True)
+        for new in output.outputs:
+            count += len(new.token_ids)
+            choice = choices[new.index]
+            choice["text"] += new.text
+            choice["token_ids"] += new.token_ids
+            choice |= {"finish_reason": new.finish_reason, "stop_reason": new.stop_reason}
+            if not as_json:
+                print(new.text, end="", flush=True)
     end = time.perf_counter()
-    print()
+    if as_json:
+        prompt_ids = output.prompt_token_ids
+        print(json.dumps({"prompt": prompt, "prompt_token_ids": prompt_ids, "outputs": choices}))
+    else:
+        print()
     prompt_len = len(output.prompt_token_ids)
     decode = f"{(count - 1) / (end - first):.1f} tokens/s decode, " if count > 1 else ""
     print(

@@ -8,6 +8,9 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
+from tinyvllm.cli.unsupported import UNSUPPORTED, Refused
+from tinyvllm.config import EngineConfig
+
 Commands = Any  # what argparse's add_subparsers returns; its class has no public name
 
 
@@ -32,6 +35,11 @@ def add_options(
         else:
             options |= {"type": kinds[0], "choices": field.metadata["choices"]}
         group.add_argument("--" + field.name.replace("_", "-"), **options)
+    if config is EngineConfig:
+        for name in UNSUPPORTED:
+            parser.add_argument(
+                "--" + name.replace("_", "-"), action=Refused, nargs="?", help=argparse.SUPPRESS
+            )
 
 
 def from_args(config: type[Any], args: argparse.Namespace, leave_out: str | None = None) -> Any:
