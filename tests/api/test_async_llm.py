@@ -69,10 +69,10 @@ async def idle(llm):
     """Waits until the engine says that all is free."""
     assert llm._requests == {} and llm._by_id == {}
     for _ in range(100):
-        if not llm.stats["kv_blocks_used"] and not llm.stats["num_requests_running"]:
+        stats = await llm.get_stats()
+        if not stats["kv_blocks_used"] and not stats["num_requests_running"]:
             return
-        await asyncio.sleep(0.05)
-    raise AssertionError(llm.stats)
+    raise AssertionError(stats)
 
 
 def ids(prompt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import pickle
 from collections.abc import AsyncGenerator
@@ -11,7 +12,7 @@ from typing import Any
 
 from tinyvllm.api.engine_process import EngineProcess
 from tinyvllm.api.request_stream import RequestStream
-from tinyvllm.api.wire import LENGTH, Abort, Add, Failed, Found, News, Ready, frame
+from tinyvllm.api.wire import LENGTH, Abort, AskStats, Command, Failed, Found, News, Ready, frame
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.prompt import tokenize
 from tinyvllm.model.hub import LocalModel, resolve_model
@@ -35,7 +36,6 @@ class AsyncLLM:
     All methods belong to one event loop, `shutdown` included. Call that to end the engine, or use
     the object as an asynchronous context manager.
 
-    stats: the engine's newest numbers by name, at most half a second old while it works.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -50,12 +50,13 @@ class AsyncLLM:
 
     def _begin(self, process: EngineProcess) -> None:
         self.config = process.config
-        self.stats: dict[str, float] = {}
+        self._stats: dict[str, float] = {}
+        self._stats_came = asyncio.Event()
         self._process = process
         self._numbers = itertools.count()
         self._requests: dict[int, RequestStream] = {}
         self._by_id: dict[str, RequestStream] = {}
-        self._commands: list[Add | Abort] = []  # of this turn of the event loop
+        self._commands: list[Command] = []  # of this turn of the event loop
         self._starting: asyncio.Task[tuple[Ready, LocalModel, Tokenizer]] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -122,10 +123,17 @@ class AsyncLLM:
         """The model's configuration, template and defaults; its weights are the engine's."""
         return (await self._start())[1]
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests under way."""
-        return len(self._requests)
+    async def get_stats(self, seconds: float = 1.0) -> dict[str, float]:
+        """The engine's numbers by name, as they are at the end of the step under way.
+
+        Where that takes longer than so many seconds, or the engine has ended, the last ones known.
+        """
+        if self.is_running and self._reading is not None:
+            self._stats_came.clear()
+            self._send(AskStats())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stats_came.wait(), seconds)
+        return self._stats
 
     @property
     def is_running(self) -> bool:
@@ -244,7 +252,8 @@ class AsyncLLM:
             if number in requests:
                 requests[number].fail(InputError(reason))
         if news.stats is not None:
-            self.stats = news.stats
+            self._stats = news.stats
+            self._stats_came.set()
 
     def _end_all(self, error: EngineDeadError) -> None:
         if self._died.is_set():
@@ -255,7 +264,7 @@ class AsyncLLM:
             request.fail(error)
         self._died.set()
 
-    def _send(self, command: Add | Abort) -> None:
+    def _send(self, command: Command) -> None:
         """Sends a command together with the others of this turn of the event loop."""
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)

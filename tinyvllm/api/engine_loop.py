@@ -9,7 +9,18 @@ import threading
 import time
 import traceback
 
-from tinyvllm.api.wire import Abort, Add, Channel, Failed, Found, Head, News, Ready, Row
+from tinyvllm.api.wire import (
+    Abort,
+    AskStats,
+    Channel,
+    Command,
+    Failed,
+    Found,
+    Head,
+    News,
+    Ready,
+    Row,
+)
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CompileError, CudaError
 from tinyvllm.engine.engine import LLMEngine
@@ -19,7 +30,6 @@ from tinyvllm.outputs import RequestOutput
 from tinyvllm.util import InputError
 
 START_ERRORS = (InputError, CudaError, CompileError, OutOfMemoryError)  # told without a traceback
-STATS_INTERVAL_S = 0.5
 
 
 def main(socket_fd: int, lifeline_fd: int) -> None:
@@ -85,13 +95,12 @@ class EngineLoop:
         self._numbers: dict[str, int] = {}  # of requests under way, by their ids
         self._ids: dict[int, str] = {}
         self._unreported: set[int] = set()  # those whose `Head` is still to be sent
+        self._asked = False  # for stats
         self._num_steps = 0
         self._step_seconds = 0.0
-        self._last_stats = 0.0
 
     def run(self) -> None:
         """Never returns: EOFError or BrokenPipeError when the caller has gone."""
-        self._channel.send(News([], [], [], self._stats(idle=True)))
         step_end: float | None = None
         while True:
             news = News([], [], [], None)
@@ -108,14 +117,18 @@ class EngineLoop:
                     self._num_steps += 1
                     self._step_seconds += now - step_end
                 step_end = now
-            idle = not self._engine.has_unfinished_requests()
-            if idle:
+            if not self._engine.has_unfinished_requests():
                 step_end = None
-            stats = self._stats(idle=idle)
-            if news.heads or news.rows or news.refused or stats:
-                self._channel.send(news._replace(stats=stats))
+            if self._asked:
+                self._asked = False
+                news = news._replace(stats=self._stats())
+            if news.heads or news.rows or news.refused or news.stats:
+                self._channel.send(news)
 
-    def _obey(self, command: Add | Abort, news: News) -> None:
+    def _obey(self, command: Command, news: News) -> None:
+        if isinstance(command, AskStats):
+            self._asked = True
+            return
         if isinstance(command, Abort):
             request_id = self._ids.get(command.number)
             output = self._engine.abort_request(request_id) if request_id is not None else None
@@ -158,11 +171,7 @@ class EngineLoop:
         if output.finished:
             del self._numbers[output.request_id], self._ids[number]
 
-    def _stats(self, *, idle: bool) -> dict[str, float] | None:
-        now = time.monotonic()
-        if not idle and now - self._last_stats < STATS_INTERVAL_S:
-            return None
-        self._last_stats = now
+    def _stats(self) -> dict[str, float]:
         steps = {"num_steps": self._num_steps, "step_seconds": self._step_seconds}
         return {**snapshot(self._engine), **steps}
 

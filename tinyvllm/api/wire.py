@@ -1,8 +1,9 @@
 """What a caller's process and its engine's process say to each other: pickles, length first.
 
 Both ends are ours and joined by a socket pair that nobody else can reach, so pickles are safe.
-The caller sends the engine's options, then lists of `Add` and `Abort`. The engine answers with
-`Found`, then `Ready` or `Failed`, then one `News` a step. Either end leaves by closing its socket.
+The caller sends the engine's options, then lists of `Add`, `Abort` and `AskStats`. The engine
+answers with `Found`, then `Ready` or `Failed`, then one `News` a step. Either end leaves by closing
+its socket.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class Abort(NamedTuple):
     """A request ends; what there is of it comes as its last rows, unless it has just finished."""
 
     number: int
+
+
+class AskStats(NamedTuple):
+    """The next `News`, which comes at the end of the step under way, shall have `stats`."""
 
 
 class Found(NamedTuple):
@@ -84,11 +89,14 @@ class Head(NamedTuple):
     prompt_logprobs: list[TokenLogprobs | None] | None
 
 
+Command = Add | Abort | AskStats
+
+
 class News(NamedTuple):
     """What one step brought, for all requests.
 
     refused: requests that were not begun, and why. stats: the engine's numbers (see
-    `engine_loop.snapshot`), now and then.
+    `engine_loop.snapshot`), for `AskStats`.
     """
 
     heads: list[Head]

@@ -141,7 +141,7 @@ def _add_information(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        text = state.metrics.exposition(state.llm.stats)
+        text = state.metrics.exposition(await state.llm.get_stats())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
