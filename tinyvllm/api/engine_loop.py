@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -101,6 +102,10 @@ class EngineLoop:
 
     def run(self) -> None:
         """Never returns: EOFError or BrokenPipeError when the caller has gone."""
+        # The model's objects stay: without them the collector's rounds are short, which the many
+        # small outputs of streams make frequent.
+        gc.collect()
+        gc.freeze()
         step_end: float | None = None
         while True:
             news = News([], [], [], None)

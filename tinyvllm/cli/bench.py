@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig, check_int
@@ -48,6 +49,17 @@ def add(commands: Commands) -> None:
     startup = kinds.add_parser("startup", help="process start to first token")
     startup.add_argument("--runs", type=int, default=3, help="starts with a warm kernel cache")
     _finish(startup, run_startup)
+
+    serve = kinds.add_parser("serve", help="the server: step times, events, times to first token")
+    serve.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128], help="streams")
+    serve.add_argument("--prompt-len", type=int, default=128, help="tokens of a prompt")
+    serve.add_argument("--output-len", type=int, default=2048, help="tokens of a stream")
+    firsts: dict[str, Any] = {"type": int, "nargs": "+", "default": [1, 64]}
+    serve.add_argument("--first-token-clients", help="for time to first token", **firsts)
+    serve.add_argument("--first-token-requests", type=int, default=8, help="of each client")
+    serve.add_argument("--starts", type=int, default=2, help="how often to start the server")
+    serve.add_argument("--json", action="store_true", help="print one JSON object")
+    _finish(serve, run_serve)
 
     _finish(kinds.add_parser("load", help="rate of loading safetensors onto the GPU"), run_load)
     _add_sweep(kinds)
@@ -155,6 +167,19 @@ def run_startup(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.startup import bench_startup
 
     bench_startup(config, args.runs)
+
+
+def run_serve(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.serve import ServeLoad, bench_serve
+
+    load = ServeLoad(
+        clients=args.clients,
+        prompt_len=args.prompt_len,
+        max_tokens=args.output_len,
+        first_token_clients=args.first_token_clients,
+        first_token_requests=args.first_token_requests,
+    )
+    bench_serve(config, load, args.starts, as_json=args.json)
 
 
 def run_load(args: argparse.Namespace, config: EngineConfig) -> None:

@@ -31,7 +31,11 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """All deltas joined; after the end, the sequence's whole text."""
-        return self._decoded[: self._num_shown]
+        return self.text_from(0)
+
+    def text_from(self, start: int) -> str:
+        """The same from a character on."""
+        return self._decoded[start : self._num_shown]
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None = None) -> str:
         """The new text that no later token can take back; with a finish reason, all the rest.

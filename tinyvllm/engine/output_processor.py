@@ -10,19 +10,20 @@ from tinyvllm.model.tokenizer import Tokenizer
 from tinyvllm.outputs import CompletionOutput, RequestOutput
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sequence:
     """One of a request's n sequences and its text."""
 
     request: Request
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None  # None where nobody wants text
     num_pushed: int = 0  # output tokens that the detokenizer has
     # What the caller of a stream has: so many characters and tokens, and the end.
-    reported: tuple[int, int] = (0, 0)
+    num_reported_chars: int = 0
+    num_reported_tokens: int = 0
     end_reported: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
     """A request as its caller knows it."""
 
@@ -47,18 +48,24 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
         self._members: dict[str, tuple[_Group, _Sequence]] = {}  # by the sequences' ids
-        self._eager: set[str] = set()  # sequences whose text is needed token by token
+        # Sequences that are looked at after every token: for their caller, for a stop string.
+        self._streaming: set[str] = set()
+        self._stopping: set[str] = set()
 
     def add(self, request_id: str, requests: list[Request], stream: bool) -> None:
         """Begins a request that consists of these sequences."""
         group = _Group(request_id, list(requests[0].prompt_token_ids), stream)
         for request in requests:
-            text = Detokenizer(self._tokenizer, request.prompt_token_ids, request.params)
+            text = None
+            if request.params.detokenize:
+                text = Detokenizer(self._tokenizer, request.prompt_token_ids, request.params)
             sequence = _Sequence(request, text)
             group.sequences.append(sequence)
             self._members[request.request_id] = group, sequence
-            if stream or request.params.stop:
-                self._eager.add(request.request_id)
+            if stream:
+                self._streaming.add(request.request_id)
+            if request.params.stop:
+                self._stopping.add(request.request_id)
         self._groups[request_id] = group
 
     @property
@@ -78,19 +85,23 @@ class OutputProcessor:
             return None
         for sequence in group.sequences:
             del self._members[sequence.request.request_id]
-            self._eager.discard(sequence.request.request_id)
-        return self._report(group, group.sequences)
+            self._streaming.discard(sequence.request.request_id)
+            self._stopping.discard(sequence.request.request_id)
+        left = [sequence for sequence in group.sequences if not sequence.end_reported]
+        return self._report(group, left, group.finished)
 
     def find_stops(self, requests: list[Request]) -> list[tuple[Request, str]]:
-        """Adds new tokens to the text of requests that need it so; returns those whose text now
-        holds a stop string, with the string."""
+        """Adds new tokens to the text of requests with stop strings; returns those whose text now
+        holds one, with the string."""
         stopped = []
-        for request in requests if self._eager else ():
-            if request.request_id in self._eager:
+        for request in requests if self._stopping else ():
+            if request.request_id in self._stopping:
                 _, sequence = self._members[request.request_id]
-                _push(sequence)
-                if sequence.detokenizer.stop_reason is not None:
-                    stopped.append((request, sequence.detokenizer.stop_reason))
+                detokenizer = sequence.detokenizer
+                assert detokenizer is not None, f"{request} has stop strings and no text"
+                _push(sequence, detokenizer)
+                if detokenizer.stop_reason is not None:
+                    stopped.append((request, detokenizer.stop_reason))
         return stopped
 
     def outputs(self, touched: list[Request], ended: list[Request]) -> list[RequestOutput]:
@@ -100,22 +111,38 @@ class OutputProcessor:
         A request that streams is reported each time, with the new text of one sequence, at its end
         of all that end with it; any other once, when all its sequences have ended.
         """
-        eager = [r for r in touched if r.request_id in self._eager] if self._eager else []
         reports = []
-        for request in eager + [r for r in ended if r.request_id not in self._eager]:
-            member = self._members.get(request.request_id)
-            if member is None:
-                continue  # aborted meanwhile, or reported with another that ended
-            group, sequence = member
-            if group.finished:
-                last = self.remove(group.request_id)
-                assert last is not None
-                reports.append(last)
-            elif group.stream and not sequence.end_reported:
-                reports.append(self._report(group, [sequence]))
+        streaming, stopping = self._streaming, self._stopping
+        for request in touched if streaming or stopping else ():
+            if request.request_id in streaming:
+                # Nothing is there if it was aborted meanwhile, or reported with another's end.
+                member = self._members.get(request.request_id)
+                if member is not None and not member[1].end_reported:
+                    reports.append(self._report_stream(*member))
+            elif request.finished and request.request_id in stopping:
+                reports += self._report_end(request)
+        for request in ended:
+            if request.request_id not in streaming and request.request_id not in stopping:
+                reports += self._report_end(request)
         return reports
 
-    def _report(self, group: _Group, sequences: list[_Sequence]) -> RequestOutput:
+    def _report_stream(self, group: _Group, sequence: _Sequence) -> RequestOutput:
+        """What is new of one sequence, or at the end of its request of all."""
+        if sequence.request.finished and group.finished:
+            last = self.remove(group.request_id)
+            assert last is not None
+            return last
+        return self._report(group, [sequence], False)
+
+    def _report_end(self, request: Request) -> list[RequestOutput]:
+        """The whole request that a sequence belongs to, if that was its last one."""
+        member = self._members.get(request.request_id)
+        if member is None or not member[0].finished:
+            return []
+        last = self.remove(member[0].request_id)
+        return [] if last is None else [last]
+
+    def _report(self, group: _Group, sequences: list[_Sequence], finished: bool) -> RequestOutput:
         first = group.sequences[0].request
         scored = first.params.prompt_logprobs is not None
         return RequestOutput(
@@ -123,35 +150,43 @@ class OutputProcessor:
             first.prompt,
             group.prompt_token_ids,
             list(first.prompt_logprobs) if scored else None,
-            [_completion(s, delta=group.stream) for s in sequences if not s.end_reported],
-            group.finished,
+            [_completion(sequence, group.stream) for sequence in sequences],
+            finished,
             first.num_cached_tokens,
         )
 
 
-def _push(sequence: _Sequence) -> None:
+def _push(sequence: _Sequence, detokenizer: Detokenizer) -> None:
     """Decodes the tokens that are new."""
     request = sequence.request
     new = request.output_token_ids[sequence.num_pushed :]
     sequence.num_pushed += len(new)
     if new or request.finished:
-        sequence.detokenizer.push(new, request.finish_reason)
+        detokenizer.push(new, request.finish_reason)
 
 
 def _completion(sequence: _Sequence, delta: bool) -> CompletionOutput:
     """A sequence's output so far; with `delta` only what was not reported before."""
-    _push(sequence)
-    request, text = sequence.request, sequence.detokenizer.text
-    first_char, first_token = sequence.reported if delta else (0, 0)
-    sequence.reported = len(text), len(request.output_token_ids)
-    sequence.end_reported = delta and request.finished
-    with_logprobs = request.params.logprobs is not None
+    request, text = sequence.request, ""
+    token_ids = request.output_token_ids
+    if sequence.detokenizer is not None:
+        _push(sequence, sequence.detokenizer)
+        text = sequence.detokenizer.text_from(sequence.num_reported_chars)
+    logprobs = request.logprobs if request.params.logprobs is not None else None
+    cumulative_logprob = None if logprobs is None else request.cumulative_logprob
+    if delta:
+        start = sequence.num_reported_tokens
+        sequence.num_reported_tokens = len(token_ids)
+        sequence.num_reported_chars += len(text)
+        sequence.end_reported = request.finished
+        token_ids = token_ids[start:]
+        logprobs = None if logprobs is None else logprobs[start:]
     return CompletionOutput(
-        index=request.index,
-        text=text[first_char:],
-        token_ids=request.output_token_ids[first_token:],
-        cumulative_logprob=request.cumulative_logprob if with_logprobs else None,
-        logprobs=request.logprobs[first_token:] if with_logprobs else None,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
+        request.index,
+        text,
+        token_ids,
+        cumulative_logprob,
+        logprobs,
+        request.finish_reason,
+        request.stop_reason,
     )
