@@ -90,10 +90,10 @@ def _command(directory: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(model, *options, env=None):
+def serving(model, *options, device="cpu", env=None):
     """A server on a free port; ended at the end, if it has not by then."""
     command = [
-        sys.executable, "-m", "tinyvllm", "serve", str(model), "--device", "cpu", "--port", "0",
+        sys.executable, "-m", "tinyvllm", "serve", str(model), "--device", device, "--port", "0",
         "--max-num-batched-tokens", "1024", *map(str, options),
     ]  # fmt: skip
     process = subprocess.Popen(
