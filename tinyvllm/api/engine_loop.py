@@ -177,7 +177,7 @@ class EngineLoop:
             del self._numbers[output.request_id], self._ids[number]
 
     def _stats(self) -> dict[str, float]:
-        steps = {"num_steps": self._num_steps, "step_seconds": self._step_seconds}
+        steps = {"loop_steps": self._num_steps, "loop_seconds": self._step_seconds}
         return {**snapshot(self._engine), **steps}
 
 
