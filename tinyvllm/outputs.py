@@ -46,6 +46,8 @@ class RequestOutput:
 
     prompt: its text, or None when it was given as token ids.
     num_cached_tokens: tokens of the prompt whose K and V came from the prefix cache.
+    queue_seconds: how long it waited for its first step; None where nobody measures it, as in
+        `LLM`.
     prompt_logprobs: one entry a prompt token, of which the first is None (nothing precedes it);
         None unless asked for.
     """
@@ -57,3 +59,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    queue_seconds: float | None = None

@@ -99,6 +99,7 @@ def test_streams_and_whole_outputs_are_those_of_llm(llm, loop, cases):
         assert "".join(o.outputs[0].text for o in streamed) == whole.outputs[0].text
         assert [o.finished for o in streamed] == [False] * (len(streamed) - 1) + [True]
         assert whole.prompt_token_ids == prompt and whole.outputs[0].finish_reason == "length"
+        assert 0 <= whole.queue_seconds < 10
 
 
 def test_everything_that_llm_returns_comes_through(llm, loop, golden):

@@ -78,6 +78,10 @@ def test_metrics_have_the_names_and_meanings_of_vllm(server, client):
             "vllm:e2e_request_latency_seconds_count",
             "vllm:request_prompt_tokens_sum",
             "vllm:request_generation_tokens_sum",
+            "vllm:request_max_num_generation_tokens_sum",
+            "vllm:request_queue_time_seconds_count",
+            "vllm:request_prefill_time_seconds_count",
+            "vllm:request_decode_time_seconds_count",
         )
         return [server.metric(name) for name in names]
 
@@ -85,7 +89,12 @@ def test_metrics_have_the_names_and_meanings_of_vllm(server, client):
     client.completions.create(
         model="tiny", prompt="abc", max_tokens=5, n=2, extra_body={"ignore_eos": True}
     )
-    assert [b - a for a, b in zip(before, read(), strict=True)] == [3, 10, 1, 8, 1, 3, 10]
+    assert [b - a for a, b in zip(before, read(), strict=True)] == [
+        3, 10, 1, 8, 1, 3, 10, 5, 1, 1, 1,
+    ]  # fmt: skip
+    parts = ["queue", "prefill", "decode"]
+    total = sum(server.metric(f"vllm:request_{part}_time_seconds_sum") for part in parts)
+    assert total == pytest.approx(server.metric("vllm:e2e_request_latency_seconds_sum"), rel=0.01)
     text = server.request("/metrics")[2].decode()
     assert (
         'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}' in text

@@ -25,11 +25,13 @@ from tinyvllm.api.wire import (
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CompileError, CudaError
 from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.memory.pool import OutOfMemoryError
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.util import InputError
 
+WAITING = RequestStatus.WAITING
 START_ERRORS = (InputError, CudaError, CompileError, OutOfMemoryError)  # told without a traceback
 
 
@@ -95,7 +97,10 @@ class EngineLoop:
         self._channel = channel
         self._numbers: dict[str, int] = {}  # of requests under way, by their ids
         self._ids: dict[int, str] = {}
-        self._unreported: set[int] = set()  # those whose `Head` is still to be sent
+        # Requests that have not begun, and when they came; how long the others waited, until
+        # their `Head` is sent.
+        self._waiting: dict[int, tuple[Request, float]] = {}
+        self._waited: dict[int, float | None] = {}
         self._asked = False  # for stats
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -113,7 +118,10 @@ class EngineLoop:
                 for command in commands:
                     self._obey(command, news)
             if self._engine.has_unfinished_requests():
-                for output in self._engine.step():
+                begin = time.perf_counter()
+                outputs = self._engine.step()
+                self._note_begun(begin)
+                for output in outputs:
                     self._report(output, news)
                 # From end to end, so that what happens between two steps counts, and what comes
                 # before the first one after a pause does not.
@@ -141,26 +149,33 @@ class EngineLoop:
                 self._report(output, news)
             return
         prompt = {"prompt_token_ids": command.prompt_token_ids}
+        request_id = command.request_id
         try:
-            self._engine.add_request(
-                command.request_id,
-                prompt,
-                command.params,
-                priority=command.priority,
-                stream=command.stream,
+            sequences = self._engine.make_requests(
+                request_id, prompt, command.params, command.priority
             )
+            self._engine.enqueue(request_id, sequences, stream=command.stream)
         except InputError as error:
             news.refused.append((command.number, str(error)))
             return
-        self._numbers[command.request_id] = command.number
-        self._ids[command.number] = command.request_id
-        self._unreported.add(command.number)
+        self._numbers[request_id] = command.number
+        self._ids[command.number] = request_id
+        self._waiting[command.number] = sequences[0], time.perf_counter()
+        self._waited[command.number] = None
+
+    def _note_begun(self, now: float) -> None:
+        """Notes which requests have begun with the step that began `now`."""
+        begun = [n for n, (request, _) in self._waiting.items() if request.status is not WAITING]
+        for number in begun:
+            self._waited[number] = now - self._waiting.pop(number)[1]
 
     def _report(self, output: RequestOutput, news: News) -> None:
         number = self._numbers[output.request_id]
-        if number in self._unreported:
-            self._unreported.remove(number)
-            news.heads.append(Head(number, output.num_cached_tokens, output.prompt_logprobs))
+        if number in self._waited:
+            waited = self._waited.pop(number)
+            news.heads.append(
+                Head(number, output.num_cached_tokens, output.prompt_logprobs, waited)
+            )
         for o in output.outputs:
             row: Row = (
                 number,
@@ -175,6 +190,7 @@ class EngineLoop:
             news.rows.append(row)
         if output.finished:
             del self._numbers[output.request_id], self._ids[number]
+            self._waiting.pop(number, None)
 
     def _stats(self) -> dict[str, float]:
         steps = {"loop_steps": self._num_steps, "loop_seconds": self._step_seconds}

@@ -38,7 +38,7 @@ class RequestStream:
             self._detokenizers = [
                 Detokenizer(tokenizer, self._prompt_ids, params) for _ in range(params.n)
             ]
-        self._head = Head(number, 0, None)
+        self._head = Head(number)
         self._pending: dict[int, CompletionOutput] = {}
         self._num_running = params.n
         self._error: Exception | None = None
@@ -97,4 +97,5 @@ class RequestStream:
             outputs,
             self.finished,
             self._head.num_cached_tokens,
+            self._head.queue_seconds,
         )

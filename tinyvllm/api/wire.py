@@ -82,11 +82,13 @@ Row = tuple[
 
 
 class Head(NamedTuple):
-    """Comes with a request's first rows: tokens out of the prefix cache, scores of the prompt."""
+    """Comes with a request's first rows: tokens out of the prefix cache, scores of the prompt,
+    and how long it waited for its first step."""
 
     number: int
-    num_cached_tokens: int
-    prompt_logprobs: list[TokenLogprobs | None] | None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    queue_seconds: float | None = None
 
 
 Command = Add | Abort | AskStats

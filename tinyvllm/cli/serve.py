@@ -11,7 +11,7 @@ from tinyvllm.api.engine_process import EngineProcess
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig
 from tinyvllm.serve.config import ServeConfig
-from tinyvllm.util import InputError
+from tinyvllm.util import InputError, logger
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -38,9 +38,11 @@ def run_serve(args: argparse.Namespace) -> int:
 
         args.model = default_model()
     if args.api_key is None:  # an empty one is refused: it was meant to close the door
-        args.api_key = os.environ.get("TINYVLLM_API_KEY")
+        args.api_key = os.environ.pop("TINYVLLM_API_KEY", None)  # no business of the engine
     config = from_args(EngineConfig, args)
     serve_config = from_args(ServeConfig, args)
+    if not (serve_config.is_local or serve_config.api_key):
+        logger.warning("host=%s without an API key: who reaches it may use it", serve_config.host)
     sock = bind(serve_config)  # before the model is loaded: a port in use is an error at once
 
     # The engine's process loads the model while this one imports FastAPI.

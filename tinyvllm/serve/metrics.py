@@ -106,6 +106,21 @@ class Metrics(Collector):
         self.max_tokens = Histogram(
             "vllm:request_params_max_tokens", "max_tokens of requests", TOKEN_BUCKETS
         )
+        self.queue = Histogram(
+            "vllm:request_queue_time_seconds", "arrival to first step", REQUEST_BUCKETS
+        )
+        self.prefill = Histogram(
+            "vllm:request_prefill_time_seconds", "first step to first token", REQUEST_BUCKETS
+        )
+        self.decode = Histogram(
+            "vllm:request_decode_time_seconds", "first token to last token", REQUEST_BUCKETS
+        )
+        self.inference = Histogram(
+            "vllm:request_inference_time_seconds", "first step to last token", REQUEST_BUCKETS
+        )
+        self.longest = Histogram(
+            "vllm:request_max_num_generation_tokens", "tokens of the longest output", TOKEN_BUCKETS
+        )
         self.n = Histogram("vllm:request_params_n", "n of requests", [1, 2, 5, 10, 20])
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -163,6 +178,11 @@ class Metrics(Collector):
             self.first_token,
             self.next_token,
             self.latency,
+            self.queue,
+            self.prefill,
+            self.decode,
+            self.inference,
+            self.longest,
             self.prompt_len,
             self.output_len,
             self.max_tokens,
@@ -187,6 +207,7 @@ class RequestMetrics:
         metrics, now = self._metrics, time.perf_counter()
         if not self._begun:
             self._begun = True
+            self._first = now
             metrics.first_token.observe(now - self._arrival)
             metrics.count_prompt(len(output.prompt_token_ids))
         for o in output.outputs:
@@ -202,7 +223,16 @@ class RequestMetrics:
                 metrics.count_end(o.finish_reason)
                 self._num_running -= 1
         if output.finished:
-            metrics.latency.observe(now - self._arrival)
+            self._observe_end(now, output.queue_seconds or 0.0)
+
+    def _observe_end(self, now: float, queued: float) -> None:
+        metrics, begin = self._metrics, self._arrival + queued
+        metrics.latency.observe(now - self._arrival)
+        metrics.queue.observe(queued)
+        metrics.prefill.observe(max(0.0, self._first - begin))
+        metrics.decode.observe(now - self._first)
+        metrics.inference.observe(max(0.0, now - begin))
+        metrics.longest.observe(max(self._lengths.values(), default=0))
 
     def close(self) -> None:
         """Counts sequences that have not ended as aborted: their caller went away."""
