@@ -69,13 +69,7 @@ class Running:
 
     def engine_pid(self):
         """The process that the server started for its engine."""
-        found = []
-        for directory in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has just ended
-                parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and b"engine_loop" in _command(directory):
-                    found.append(int(directory.name))
-        (pid,) = found
+        (pid,) = engines_of(self.process.pid)
         return pid
 
     def wait(self):
@@ -85,8 +79,15 @@ class Running:
         return status, "".join(self.log)
 
 
-def _command(directory: Path) -> bytes:
-    return (directory / "cmdline").read_bytes()
+def engines_of(parent: int) -> list[int]:
+    """The engines' processes that a process started."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            ppid = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            if ppid == parent and b"engine_loop" in (directory / "cmdline").read_bytes():
+                found.append(int(directory.name))
+    return found
 
 
 @contextlib.contextmanager

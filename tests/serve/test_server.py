@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from serving import ROOT, serving
+from serving import ROOT, engines_of, serving
 
 from tinyvllm.cli.main import main
 
@@ -135,14 +135,19 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed(model, busy):
         assert is_gone(engine)
 
 
-def test_ctrl_c_before_it_is_ready_ends_it_with_its_engine(model):
-    command = [sys.executable, "-m", "tinyvllm", "serve", str(model), "--device", "cpu"]
-    with subprocess.Popen(
-        [*command, "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    ) as process:
-        time.sleep(0.6)
-        process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_before_it_is_ready_ends_it_with_its_engine(tmp_path, sent):
+    """The engine hangs in the middle of its start, in a file that nobody ever writes."""
+    os.mkfifo(tmp_path / "config.json")
+    command = [sys.executable, "-m", "tinyvllm", "serve", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        while not engines_of(process.pid):
+            time.sleep(0.05)
+        (engine,) = engines_of(process.pid)
+        time.sleep(1)  # for both to get where they wait
+        process.send_signal(sent)
         assert process.wait(timeout=20) != 0
+        assert is_gone(engine)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,8 @@ class AsyncLLM:
             self._reading.cancel()
         if self._writer is not None:
             self._writer.transport.abort()
+        if self._reading is None:
+            self._process.kill()  # it would not listen before it has started
         self._process.close()
         self._end_all(EngineDeadError("the engine has been shut down"))
 
