@@ -175,8 +175,9 @@ class AsyncLLM:
         if self._writer is not None:
             self._writer.transport.abort()
         if self._reading is None:
-            self._process.kill()  # it would not listen before it has started
-        self._process.close()
+            self._process.kill()  # it does not listen before it has started
+        else:
+            self._process.close()
         self._end_all(EngineDeadError("the engine has been shut down"))
 
     async def __aenter__(self) -> AsyncLLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -48,18 +49,18 @@ class EngineProcess(Closing):
 
     def kill(self) -> None:
         """Ends the engine at once, whatever it is doing."""
-        self.process.kill()
+        self._end()
 
     def close(self) -> None:
-        """Ends the engine and waits for it."""
+        """Asks the engine to end, and waits for it; one that does not listen is killed."""
+        self.socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
         self._end()
 
 
 def _end(process: subprocess.Popen[bytes], sock: socket.socket, lifeline: int) -> None:
+    process.kill()
+    process.wait()
     sock.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
     os.close(lifeline)
