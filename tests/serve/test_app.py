@@ -1,5 +1,7 @@
 """The other endpoints: models, tokens, health, version, metrics, and what no endpoint takes."""
 
+import json
+
 import pytest
 
 import tinyvllm
@@ -61,10 +63,11 @@ def test_paths_and_methods_that_are_not_there(server):
 
 def test_other_sites_may_not_read_or_send(server):
     """No CORS headers, and a body that a page may send without asking is not taken."""
-    headers = {"Origin": "https://example.com", "Content-Type": "text/plain"}
-    status, sent, _ = server.request("/v1/completions", b'{"prompt": "ab"}', headers)
-    assert status == 400
-    assert not any(name.lower().startswith("access-control") for name in sent)
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        headers = {"Origin": "https://example.com", "Content-Type": kind}
+        status, sent, data = server.request("/v1/completions", b'{"prompt": "ab"}', headers)
+        assert status == 400 and "Content-Type" in json.loads(data)["error"]["message"]
+        assert not any(name.lower().startswith("access-control") for name in sent)
     assert server.request("/v1/models", None, headers, method="OPTIONS")[0] == 405
 
 

@@ -37,6 +37,8 @@ class Guard:
             state.check_serving()
             with state.in_flight():
                 body = await self._read_body(receive)
+                if body:
+                    _check_type(scope)
                 if body is not None:
                     await self._app(scope, _replay(body, receive), send)
         except ApiError as error:
@@ -45,7 +47,7 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         if self._key is None:
             return
-        sent = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
+        sent = _header(scope, b"authorization")
         scheme, _, key = sent.partition(b" ")
         # Digests are compared in constant time, and have the same length for every key.
         right = hmac.compare_digest(_digest(key.strip()), self._key)
@@ -79,6 +81,18 @@ class Guard:
         if size > limit:
             raise ApiError(413, f"the body has more than max_body_bytes={limit} bytes")
         return b"".join(parts)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _check_type(scope: Scope) -> None:
+    """400 unless the body says that it is JSON. A web page may send anything else to any address
+    without asking first."""
+    kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise ApiError(400, f"Content-Type: {kind[:80]!r}: must be application/json")
 
 
 def _digest(data: bytes) -> bytes:
