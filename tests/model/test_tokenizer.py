@@ -1,6 +1,7 @@
 """Tokenizer files, and the incremental decoder on text cut anywhere."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from tokenizers import decoders, models, processors
 from tinyvllm.model.gguf_file import GgufFile
 from tinyvllm.model.gguf_tokenizer import build_tokenizer
 from tinyvllm.model.synthetic_tokenizer import SyntheticTokenizer
-from tinyvllm.model.tokenizer import IncrementalDecoder, Tokenizer
+from tinyvllm.model.tokenizer import LONG_TEXT, IncrementalDecoder, Tokenizer
 from tinyvllm.util import InputError
 
 TEXTS = [
@@ -39,6 +40,27 @@ def test_from_file(golden: Path, tmp_path: Path) -> None:
         assert len(ids) == len(text.encode())
     shutil.copy(golden / "mistral" / "tokenizer.json", tmp_path)
     assert Tokenizer.from_file(tmp_path).eos_token_id is None
+
+
+def test_a_long_text_is_the_same_and_lets_other_threads_run(golden: Path) -> None:
+    tokenizer = Tokenizer.from_file(golden / "mistral")
+    text = " ".join(TEXTS) * 2000
+    assert len(text) > LONG_TEXT
+    done = threading.Event()
+    turns = 0
+
+    def count() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    ids = tokenizer.encode(text)
+    done.set()
+    thread.join()
+    assert turns >= 5
+    assert ids == tokenizer._backend.encode(text).ids
 
 
 def test_bad_files(tmp_path: Path) -> None:

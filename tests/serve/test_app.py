@@ -36,6 +36,7 @@ def test_tokens_and_back(server):
         ("/tokenize", {"prompt": "\ud800"}, "surrogate"),
         ("/detokenize", {"tokens": [512]}, "from 0 to 511"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [5] * 2049}, "at most 2048"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
     ],
 )

@@ -47,7 +47,11 @@ MANY = json.dumps({f"field{i}": i for i in range(100_000)}).encode()
         json.dumps({"prompt": [1.5] * 500_000}).encode(),
         json.dumps({"prompt": ["a"] * 500_000}).encode(),
         json.dumps({"prompt": "a", "logit_bias": {str(i): "x" for i in range(100_000)}}).encode(),
-        json.dumps({"prompt": "a", "stop": ["x"] * 100_000 + [1]}).encode(),
+        json.dumps({"prompt": "a", "stop": ["x"] * 100_000}).encode(),
+        json.dumps({"prompt": "a", "stop": "x" * 100_000}).encode(),
+        json.dumps({"prompt": "a", "bad_words": ["x"] * 100_000}).encode(),
+        json.dumps({"prompt": "a", "bad_words": ["x" * 100_000]}).encode(),
+        json.dumps({"prompt": "a", "stop_token_ids": [1] * 100_000}).encode(),
     ],
     ids=lambda body: body[:50].decode(errors="replace"),
 )

@@ -16,13 +16,10 @@ from tinyvllm.api.wire import LENGTH, Abort, AskStats, Command, Failed, Found, N
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.prompt import tokenize
 from tinyvllm.model.hub import LocalModel, resolve_model
-from tinyvllm.model.tokenizer import Tokenizer
+from tinyvllm.model.tokenizer import LONG_TEXT, Tokenizer
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
-
-# Longer texts are made token ids in a thread: a million characters take about a second.
-_LONG_TEXT = 10_000
 
 
 class EngineDeadError(RuntimeError):
@@ -87,15 +84,20 @@ class AsyncLLM:
         `priority` is more urgent. Leaving the loop ends the request. InputError for a request
         that cannot be served, EngineDeadError when the engine has ended.
         """
-        _, _, tokenizer = await self._start()
+        ready, _, tokenizer = await self._start()
         if self._dead is not None:
             raise self._dead
         if request_id in self._by_id:
             raise InputError(f"request_id={request_id!r}: a request of that name is under way")
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
             tokens = await asyncio.to_thread(tokenize, tokenizer, request_id, prompt)
         else:
             tokens = tokenize(tokenizer, request_id, prompt)
+        if len(tokens[1]) >= ready.max_model_len:  # the engine need not look at it
+            raise InputError(
+                f"request {request_id!r}: the prompt has {len(tokens[1])} tokens; it may have "
+                f"{ready.max_model_len - 1} with max_model_len={ready.max_model_len}"
+            )
         request = RequestStream(next(self._numbers), request_id, tokens, sampling_params, tokenizer)
         self._requests[request.number] = self._by_id[request_id] = request
         self._send(request.command(priority, stream))

@@ -15,6 +15,8 @@ _REPLACEMENT = "\ufffd"
 # Tokens of the prompt that the first output token is decoded behind: decoders look at the
 # neighbour only (a leading space is stripped at the start of a text).
 _CONTEXT_TOKENS = 6
+# Characters from which on a text is better encoded in a thread of its own.
+LONG_TEXT = 10_000
 # Tokens that may wait for the rest of a character. One character has at most 4 bytes.
 _MAX_HELD = 16
 
@@ -54,7 +56,13 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens in the text are recognised."""
         check_text(text)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # this one lets other threads run meanwhile; megabytes take seconds
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_chat(self, text: str) -> list[int]:

@@ -90,7 +90,9 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
         else:
             special = body.add_special_tokens is not False
             ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "", special)
-        texts = [tokenizer.decode([i], False) for i in ids] if body.return_token_strs else None
+        texts = None
+        if body.return_token_strs:
+            texts = await asyncio.to_thread(lambda: [tokenizer.decode([i], False) for i in ids])
         return _json(
             {
                 "count": len(ids),
@@ -106,6 +108,8 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
         vocab_size = state.model.config.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise InputError(f"tokens: ids are from 0 to {vocab_size - 1}, not {max(body.tokens)}")
+        if len(body.tokens) > state.max_model_len:
+            raise InputError(f"tokens: {len(body.tokens)} ids; at most {state.max_model_len}")
         text = await asyncio.to_thread(state.tokenizer.decode, body.tokens, False)
         return _json({"prompt": text})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -27,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def complete(state: ServerState, body: CompletionRequest, request: Request) -> Response:
     """Answers a request for completions."""
-    job = _Job.begin(state, body)
+    job = await _Job.begin(state, body)
     seconds = state.config.request_timeout
     outputs = generate(state, job.prompts, job.params, job.id, body.priority)
     if body.stream:
@@ -51,11 +52,18 @@ class _Job:
     _sent: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, state: ServerState, body: CompletionRequest) -> _Job:
+    async def begin(cls, state: ServerState, body: CompletionRequest) -> _Job:
         model = state.check_model(body.model)
         if body.best_of not in (None, body.num_samples):
             raise InputError(f"best_of={body.best_of}: must be n={body.num_samples} or left out")
-        prompts = [_prompt(state, body, prompt) for prompt in body.prompts()]
+        prompts: list[Any] = body.prompts()
+        if not body.add_special_tokens:
+            encode = state.tokenizer.encode
+            prompts = [
+                await asyncio.to_thread(encode, p, False) if isinstance(p, str) else p
+                for p in prompts
+            ]
+        prompts = [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
         params = _params(state, body)
         return cls(
             state, body, model, prompts, params, f"cmpl-{uuid.uuid4().hex}", int(time.time())
@@ -141,14 +149,6 @@ class _Job:
             return result.prompt
         skip = self.params.skip_special_tokens
         return self.state.tokenizer.decode(result.prompt_token_ids, skip)
-
-
-def _prompt(state: ServerState, body: CompletionRequest, prompt: str | list[int]) -> Any:
-    if isinstance(prompt, str):
-        if body.add_special_tokens:
-            return prompt
-        return {"prompt_token_ids": state.tokenizer.encode(prompt, False)}
-    return {"prompt_token_ids": prompt}
 
 
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:

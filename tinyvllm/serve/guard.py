@@ -12,7 +12,7 @@ from tinyvllm.serve.errors import ApiError
 from tinyvllm.serve.state import ServerState
 
 # Without a key: probes, scrapers and browsers that look whether it is alive.
-OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")
+OPEN_PATHS = ("/health", "/version", "/metrics")
 # A body that is too large is read so much further: a caller that still sends does not read.
 _DISCARDED = 4
 

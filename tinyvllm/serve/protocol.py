@@ -19,6 +19,10 @@ MAX_FIELDS = 100
 # The first bad item of a list ends its check: a large body has no larger list of errors.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+# The engine looks at each of these while all others wait.
+Word = Annotated[str, Field(max_length=1000)]
+Words = Annotated[list[Word], Field(max_length=64, fail_fast=True)]
+FewIds = Annotated[TokenIds, Field(max_length=1024)]
 
 
 def _check_number_of_biases(value: Any) -> Any:
@@ -63,15 +67,15 @@ class GenerationRequest(Strict):
     logit_bias: Biases | None = None
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | Texts | None = None
+    stop: Word | Words | None = None
     # vLLM's.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    bad_words: Texts | None = None
+    bad_words: Words | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: FewIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
