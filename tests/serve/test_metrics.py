@@ -2,9 +2,12 @@
 
 import re
 
+from tinyvllm.api.engine_loop import snapshot
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.outputs import CompletionOutput, RequestOutput
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.serve.metrics import Histogram, Metrics
+from tinyvllm.serve.metrics import ENGINE, Histogram, Metrics
 
 
 def news(*rows, finished=False):
@@ -13,8 +16,8 @@ def news(*rows, finished=False):
     return RequestOutput("x", None, [1, 2, 3], None, outputs, finished, queue_seconds=0.0)
 
 
-def values(metrics):
-    text = metrics.exposition({}).decode()
+def values(metrics, engine=None):
+    text = metrics.exposition(engine or {}).decode()
     found = re.findall(r"^(\S+?){engine=\"0\",(?:(.*),)?model_name=\"m\"} (\S+)$", text, re.M)
     return {(name, extra): float(value) for name, extra, value in found}
 
@@ -59,3 +62,14 @@ def test_a_caller_that_leaves_is_an_abort():
     found = values(metrics)
     assert found["vllm:request_success_total", 'finished_reason="abort"'] == 2
     assert found["vllm:e2e_request_latency_seconds_count", ""] == 0
+
+
+def test_all_numbers_of_the_engine_are_there(golden):
+    config = EngineConfig(model=str(golden / "llama_bias"), device="cpu", max_num_seqs=4)
+    engine = LLMEngine(config)
+    numbers = snapshot(engine) | {"loop_steps": 0, "loop_seconds": 0.0}
+    found = values(Metrics("m"), numbers)
+    for key, (name, kind, _) in ENGINE.items():
+        shown = f"{name}_total" if kind == "counter" else name
+        assert found[shown, ""] == numbers[key]
+    engine.close()

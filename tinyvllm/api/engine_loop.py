@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import traceback
+from dataclasses import asdict
 
 from tinyvllm.api.wire import (
     Abort,
@@ -198,14 +199,15 @@ class EngineLoop:
 
 
 def snapshot(engine: LLMEngine) -> dict[str, float]:
-    """The engine's numbers that metrics show, by name."""
-    scheduler, blocks = engine.scheduler, engine.scheduler.blocks
-    return {
-        "num_requests_running": len(scheduler.running),
-        "num_requests_waiting": len(scheduler.waiting),
-        "kv_cache_usage": blocks.usage,
-        "kv_blocks_total": blocks.num_blocks,
-        "kv_blocks_used": blocks.num_used,
-        "kv_blocks_cached": blocks.num_cached,
-        "kv_blocks_free": blocks.num_free,
+    """The engine's statistics as plain numbers; those of the pool are called pool_used, say."""
+    stats = engine.stats()
+    numbers: dict[str, float] = {
+        "kv_cache_usage": stats.kv_cache_usage,
+        "num_preemptions": stats.num_preemptions_swap + stats.num_preemptions_recompute,
     }
+    for name, value in asdict(stats).items():
+        if isinstance(value, dict):
+            numbers |= {f"{name}_{inner}": number for inner, number in value.items()}
+        else:
+            numbers[name] = value
+    return numbers

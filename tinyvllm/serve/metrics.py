@@ -51,6 +51,9 @@ ENGINE = {
     "kv_blocks_free": ("tinyvllm:kv_blocks_free", "gauge", "KV blocks that are free"),
     "pool_reserved": ("tinyvllm:pool_reserved_bytes", "gauge", "device memory of the pool"),
     "pool_used": ("tinyvllm:pool_used_bytes", "gauge", "device memory in use in the pool"),
+    "swap_used_bytes": ("tinyvllm:swap_used_bytes", "gauge", "host memory with swapped blocks"),
+    "swap_out_bytes": ("tinyvllm:swap_out_bytes", "counter", "copied to the host"),
+    "swap_in_bytes": ("tinyvllm:swap_in_bytes", "counter", "copied back to the device"),
 }
 
 
