@@ -24,6 +24,8 @@
 //   S^T [token, head] = K Q^T,  O^T [dim, head] += V^T P^T,
 // with K by ldmatrix, V^T by ldmatrix.trans and P^T from S^T, rounded to T, by movmatrix.
 //
+// With ROPE, contexts are read before the kernel before this one has ended: see common.cuh.
+//
 // A row of length 0 is padding: its output is 0, and its slot is not looked at.
 //
 // Bytes: K and V once, 2 * seq_len * HEAD_DIM * 2 per KV head (again for each further kHeads query
@@ -44,8 +46,15 @@ constexpr int kStages = 2;         // tiles in it
 // Partitions done of the row and head block whose first one a block has; zero between launches.
 __device__ u32 partitions_done[kMaxBlocks];
 
+// Of SMs with 228 KiB of shared memory; others have room for two.
+#if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
+constexpr int kBlocksPerSm = 3;
+#else
+constexpr int kBlocksPerSm = 2;
+#endif
+
 template <typename T, int HEAD_DIM, bool ROPE>
-__global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kBlocksPerSm : 2)
     attention_decode_kernel(const T* q, T* kv_cache, const i32* block_tables,
                             const i32* batch_slots, const i32* seq_lens,
                             const float* __restrict__ inv_freq, T* y, float* partial_out,
@@ -71,8 +80,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   __shared__ bool is_last;
 
   start_next();
-  const float frequency = ROPE ? inv_freq[threadIdx.x % kHalf] : 0.0f;
-  wait_for_previous();
+  if (!ROPE) wait_for_previous();  // for the new token's key and value in the cache
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int group = lane / 4, pair = lane % 4;
   // As a merging thread:
@@ -80,7 +88,6 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   const int parts_of_group = ceil_div(group_size, kHeads);
   const Work work(max_partitions == 0, num_rows, num_kv_heads * parts_of_group, seq_lens,
                   batch_slots);
-  if (work.first.index == work.end) return;
 
   // What a head block stands for.
   const auto kv_head_of = [&](int head_block) { return head_block / parts_of_group; };
@@ -110,9 +117,6 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
       new_high = *reinterpret_cast<const Vec<T, kPairs>*>(source + kHalf);
     }
   };
-  Place here = work.first;
-  load_query(here);
-
   // A tile to copy: blocks of each 8 tokens (block sizes start at 8). Positions beyond the length
   // are never looked up: their blocks may not exist, their memory may hold NaN.
   struct Tile {
@@ -127,6 +131,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   Place ahead = work.first;
   int ahead_position = ahead.first_token() + warp * kTile;
   const auto take_tile = [&] {
+#pragma unroll 1
     while (ahead.index < work.end && ahead_position >= ahead.end()) {
       work.advance(ahead);
       ahead_position = ahead.first_token() + warp * kTile;
@@ -165,14 +170,14 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
     cp_async_commit();  // possibly empty, so that "all but kStages - 1" always means the next tile
   };
 
-  {
-    Tile first[kStages];
-#pragma unroll
-    for (int s = 0; s < kStages; s++) first[s] = take_tile();
-#pragma unroll
-    for (int s = 0; s < kStages; s++) copy_tile(s, first[s]);
-  }
+#pragma unroll 1
+  for (int s = 0; s < kStages; s++) copy_tile(s, take_tile());
 
+  const auto find_angles = [&](int length) {
+    if (ROPE && threadIdx.x < kHalf) {
+      angle[threadIdx.x] = rope_angle(max(length - 1, 0), inv_freq[threadIdx.x]);
+    }
+  };
   const auto rotate_query = [&] {
 #pragma unroll
     for (int s = 0; s < kSteps / 2; s++) {
@@ -186,12 +191,11 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
       }
     }
   };
-  const auto find_angles = [&](int length) {
-    if (ROPE && threadIdx.x < kHalf) {
-      angle[threadIdx.x] = rope_angle(max(length - 1, 0), frequency);
-    }
-  };
-  find_angles(here.length);
+  find_angles(work.first.length);
+  if (ROPE) wait_for_previous();  // for q, k and v; what was read until here is older
+  if (work.first.index == work.end) return;
+  Place here = work.first;
+  load_query(here);
   if (ROPE) {
     __syncthreads();
     rotate_query();
@@ -200,6 +204,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
   int stage = 0;
   int run = min(work.end - here.index, here.parts() - here.part);  // of this row and head block
   int run_left = run;
+#pragma unroll 1
   while (true) {
     // Of this warp's tiles and this lane's columns, heads 2 pair and 2 pair + 1; `sum` covers this
     // lane's tokens only.
@@ -207,6 +212,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
     SoftmaxState state[2] = {SoftmaxState::empty(), SoftmaxState::empty()};
 
     const int end = here.end();
+#pragma unroll 1
     for (int t = here.first_token() + warp * kTile; t < end; t += kStride) {
       const Tile next_tile = take_tile();
       const u32 k_tile = ring + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
@@ -336,14 +342,13 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
 
     const int heads = num_heads(here.head_block);
     const bool whole = run == here.parts();
-    const auto scratch_place = [&](int part) {
-      const int owner = work.owner(here.index - here.part);
-      return (owner * max_partitions + part) * min(kHeads, group_size) + head;
-    };
+    const int owner = whole ? 0 : work.owner(here.index - here.part);
+    const int head_places = min(kHeads, group_size);
+    const int first_place = owner * max_partitions * head_places + head;
     if (whole) {
       total.merge(merged);
     } else if (head < heads) {
-      const int at = scratch_place(here.part);
+      const int at = first_place + here.part * head_places;
       if (dim == 0) partial_state[at] = merged.state;
 #pragma unroll
       for (int v = 0; v < kVecs; v++) {
@@ -358,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
       __threadfence();  // this block's states before its count,
       __syncthreads();
       if (threadIdx.x == 0) {
-        u32* const done = &partitions_done[work.owner(here.index - here.part)];
+        u32* const done = &partitions_done[owner];
         is_last = atomicAdd(done, run) + run == here.parts();
         if (is_last) *done = 0;  // ready for the next launch
       }
@@ -368,11 +373,12 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? 3 : 2)
       if (!whole) {
         __threadfence();  // and the count before the other blocks' states
         constexpr int kBatch = 16 / kVecs;  // loads in flight
+#pragma unroll 1
         for (int part = 0; part < here.parts(); part += kBatch) {
           Partial<kVecs> batch[kBatch];
 #pragma unroll
           for (int i = 0; i < kBatch; i++) {
-            const int from = scratch_place(min(part + i, here.parts() - 1));
+            const int from = first_place + min(part + i, here.parts() - 1) * head_places;
             batch[i].state = partial_state[from];
 #pragma unroll
             for (int v = 0; v < kVecs; v++) {

@@ -61,6 +61,7 @@ struct Work {
     const int lane = threadIdx.x % kWarpSize, of_lane = ceil_div(rows, kWarpSize);
     const int from = min(lane * of_lane, rows), to = min(from + of_lane, rows);
     int own = 0;
+#pragma unroll 1
     for (int r = from; r < to; r++) own += num_partitions(seq_lens[r]);
     int upto = own;  // of all rows up to this lane's last
 #pragma unroll
@@ -73,11 +74,15 @@ struct Work {
     longer = total % gridDim.x;
     first.index = piece_begin(blockIdx.x);
     end = piece_begin(blockIdx.x + 1);
-    if (first.index == end) return;
+    if (first.index == end) {
+      first.row = first.head_block = first.part = first.length = first.slot = 0;
+      return;
+    }
     const bool here = first.index < upto * head_blocks;
     const int owner = __ffs(__ballot_sync(kFullMask, here)) - 1;  // the first such lane
     int row = from, rest = first.index - (upto - own) * head_blocks;
     if (lane == owner) {
+#pragma unroll 1
       for (; true; row++) {
         const int count = num_partitions(seq_lens[row]) * head_blocks;
         if (rest < count) break;
