@@ -24,12 +24,10 @@
 //   S^T [token, head] = K Q^T,  O^T [dim, head] += V^T P^T,
 // with K by ldmatrix, V^T by ldmatrix.trans and P^T from S^T, rounded to T, by movmatrix.
 //
-// With ROPE, contexts are read before the kernel before this one has ended: see common.cuh.
+// With ROPE, contexts are read while the kernel before this one still runs: see common.cuh. A row
+// of length 0 is padding: its output is 0, and its slot is not looked at.
 //
-// A row of length 0 is padding: its output is 0, and its slot is not looked at.
-//
-// Bytes: K and V once, 2 * seq_len * HEAD_DIM * 2 per KV head (again for each further kHeads query
-// heads of it). Bound: memory.
+// Bytes: K and V once (again for each further kHeads query heads of a KV head). Bound: memory.
 #include "attention_work.cuh"
 #include "mma.cuh"
 #include "paged_kv.cuh"
@@ -42,19 +40,11 @@ constexpr int kHeads = 8;          // query heads of a block: columns of an mma
 constexpr int kMaxBlocks = 1024;   // of a grid
 constexpr int kRingBytes = 16384;  // of a warp
 constexpr int kStages = 2;         // tiles in it
-
 // Partitions done of the row and head block whose first one a block has; zero between launches.
 __device__ u32 partitions_done[kMaxBlocks];
 
-// Of SMs with 228 KiB of shared memory; others have room for two.
-#if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int kBlocksPerSm = 3;
-#else
-constexpr int kBlocksPerSm = 2;
-#endif
-
 template <typename T, int HEAD_DIM, bool ROPE>
-__global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kBlocksPerSm : 2)
+__global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 2)
     attention_decode_kernel(const T* q, T* kv_cache, const i32* block_tables,
                             const i32* batch_slots, const i32* seq_lens,
                             const float* __restrict__ inv_freq, T* y, float* partial_out,
@@ -206,8 +196,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kBlocksPerSm : 2)
   int run_left = run;
 #pragma unroll 1
   while (true) {
-    // Of this warp's tiles and this lane's columns, heads 2 pair and 2 pair + 1; `sum` covers this
-    // lane's tokens only.
+    // Of this warp's tiles and columns 2 pair and 2 pair + 1; `sum`: of this lane's tokens only.
     float out[kSteps][4] = {};
     SoftmaxState state[2] = {SoftmaxState::empty(), SoftmaxState::empty()};
 

@@ -15,12 +15,14 @@ from tinyvllm.bench.synthetic import SyntheticSteps
 from tinyvllm.bench.timing import WARMUP_REPLAYS, captured, replay_seconds
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device, cuda_unavailable
+from tinyvllm.driver.kernel import PreparedLaunch
 from tinyvllm.engine.backend import open_backend
 from tinyvllm.engine.batch import Batch, row_bucket
 from tinyvllm.engine.sizing import engine_programs
 from tinyvllm.model.hub import LocalModel, resolve_model
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.executor import described
+from tinyvllm.ops.op import Cost
 from tinyvllm.ops.program import Op, Program, role_of
 from tinyvllm.ops.registry import op_def
 from tinyvllm.util import InputError
@@ -80,28 +82,23 @@ class KernelBench:
         self._backend = open_backend(config, self._model)
         executor = self._backend.executor
         assert isinstance(executor, CudaExecutor)
-        self._executor, self._rates, self._temperature = executor, rates, temperature
+        self.executor, self._rates, self._temperature = executor, rates, temperature
         programs = engine_programs(config, self._model.config, primitive=False)
-        self._programs = {p.name: p for p in programs}
-        self.max_num_seqs = self._backend.limits["R"]
+        self.programs = {p.name: p for p in programs}
+        self.limits = self._backend.limits
         vocab = self._model.config.vocab_size
-        self._steps = SyntheticSteps(executor, self._backend.limits, vocab)
+        self._steps = SyntheticSteps(executor, self.limits, vocab)
 
     def step(self, phase: str, sampler: str, batch: int, context: int) -> StepTime:
         """Times a step: decode with `context` tokens a row, or prompts of `context` tokens."""
         program = f"{phase}.{sampler}"
         # The graph moves its rows on with each replay: the middle one has the context wanted.
         before = WARMUP_REPLAYS + STEP_REPLAYS // 2
-        longest = context + STEP_REPLAYS - STEP_REPLAYS // 2
         decode = phase == "decode"
-        self._steps.set_rows(batch, context - 1, longest, temperature=self._temperature)
+        one = self.set_step(phase, sampler, batch, context)
+        executor, stream = self.executor, self.executor.stream
+        ops = self._time_ops(self.programs[program], one, context)
         position = context - 1 if decode else 0
-        self._steps.set_position(position)
-        one = self._steps.decode(batch, longest) if decode else self._steps.prefill(batch, context)
-        executor, stream = self._executor, self._executor.stream
-        executor.run(program, one.dims, one.inputs, ()).discard()
-        self._steps.set_position(position)
-        ops = self._time_ops(self._programs[program], one, context)
         self._steps.set_position(max(0, position - before) if decode else 0)
         by_op = executor.launches_by_op(program, one.dims)
         if not decode:  # a prompt ends at another position: run again, it would start there
@@ -118,33 +115,52 @@ class KernelBench:
             floor_ms=sum(op.floor_us * op.count for op in ops) / 1e3,
         )
 
+    def set_step(self, phase: str, sampler: str, batch: int, context: int) -> Batch:
+        """Runs such a step once and moves its rows back, so that all of it can run again."""
+        longest = context + STEP_REPLAYS - STEP_REPLAYS // 2
+        self._steps.set_rows(batch, context - 1, longest, temperature=self._temperature)
+        position = context - 1 if phase == "decode" else 0
+        self._steps.set_position(position)
+        decode = phase == "decode"
+        one = self._steps.decode(batch, longest) if decode else self._steps.prefill(batch, context)
+        self.executor.run(f"{phase}.{sampler}", one.dims, one.inputs, ()).discard()
+        self._steps.set_position(position)
+        return one
+
+    def cycle_seconds(self, cycle: list[PreparedLaunch]) -> float:
+        """Time of launches that run one after the other, repeated until their number is large."""
+        repeat = math.ceil(MIN_LAUNCHES / len(cycle))
+        with captured(cycle * repeat, self.executor.stream) as graph:
+            return replay_seconds(graph, self.executor.stream, OP_REPLAYS) / repeat
+
+    def floor(self, program: Program, op: Op, batch: Batch, context: int) -> tuple[Cost, float]:
+        """What an op must do in such a step, and the seconds that this takes at the least."""
+        dims = {**self.limits, **batch.dims, "C": context}
+        act = self.executor.array("kv_cache").dtype
+        cost = op_def(op.kind).cost(described(program, op, dims, act))
+        return cost, self._rates.floor(cost.bytes, cost.flops)
+
     def _time_ops(self, program: Program, batch: Batch, context: int) -> tuple[OpTime, ...]:
         """Runs the step op by op, each at its place, where what it reads is valid.
 
         An op that all layers have is timed on all of them in turn, so that weights, K and V come
         from memory as in a step.
         """
-        executor, stream = self._executor, self._executor.stream
+        executor, stream = self.executor, self.executor.stream
         groups: dict[str, list[int]] = {}
         by_op = executor.launches_by_op(program.name, batch.dims)
         for i, (op, launches) in enumerate(by_op):
             if launches:
                 groups.setdefault(op_label(op), []).append(i)
-        dims = {**self._backend.limits, **batch.dims, "C": context}
         timed, found = set(), []
         for op, launches in by_op:
             label = op_label(op)
             if launches and label not in timed:
                 timed.add(label)
                 cycle = [launch for i in groups[label] for launch in by_op[i][1]]
-                repeat = math.ceil(MIN_LAUNCHES / len(cycle))
-                with captured(cycle * repeat, stream) as graph:
-                    seconds = replay_seconds(graph, stream, OP_REPLAYS)
                 count = len(groups[label])
-                act = executor.array("kv_cache").dtype
-                cost = op_def(op.kind).cost(described(program, op, dims, act))
-                floor = self._rates.floor(cost.bytes, cost.flops)
-                us = seconds / repeat / count * 1e6
+                cost, floor = self.floor(program, op, batch, context)
+                us = self.cycle_seconds(cycle) / count * 1e6
                 row = OpTime(
                     label, count, len(launches), us, floor * 1e6, cost.bytes, cost.flops, 0.0
                 )
@@ -161,7 +177,7 @@ class KernelBench:
         exact: dict[int, float] = {}
         result = []
         for rows in counts:
-            bucket = row_bucket(rows, self.max_num_seqs)
+            bucket = row_bucket(rows, self.limits["R"])
             exact[rows] = self._decode_seconds(sampler, rows, rows, context, longest)
             padded = (
                 exact[rows]
@@ -176,10 +192,10 @@ class KernelBench:
     ) -> float:
         step, program = self._steps.decode(rows, longest, padded_to), f"decode.{sampler}"
         self._steps.set_position(context - 1)
-        self._executor.run(program, step.dims, step.inputs, ()).discard()
+        self.executor.run(program, step.dims, step.inputs, ()).discard()
         self._steps.set_position(context - 1)
-        stream = self._executor.stream
-        by_op = self._executor.launches_by_op(program, step.dims)
+        stream = self.executor.stream
+        by_op = self.executor.launches_by_op(program, step.dims)
         with captured(itertools.chain(*(ls for _, ls in by_op)), stream) as graph:
             return replay_seconds(graph, stream, ROW_REPLAYS)
 
@@ -192,6 +208,13 @@ def op_label(op: Op) -> str:
     written = (op.operands[w] for w in op_def(op.kind).writes if w in op.operands)
     roles = [role_of(name) for name in written]
     return f"{op.kind} {roles[0]}" if op.kind.startswith("matmul") else op.kind
+
+
+def device_rates(config: EngineConfig) -> tuple[str, Rates]:
+    """Name and rates of the GPU that the configuration asks for."""
+    with Device(int(config.device.partition(":")[2] or 0)) as device:
+        flops = MATMUL_FLOPS.get(device.info.name, math.inf)
+        return device.info.name, Rates(copy_bandwidth(device), flops)
 
 
 def bench_kernels(
@@ -209,9 +232,7 @@ def bench_kernels(
     """Times each op of a step for each batch and context; with `rows`, padded steps as well."""
     if reason := cuda_unavailable():
         raise InputError(f"bench kernels needs a GPU: {reason}")
-    with Device(int(config.device.partition(":")[2] or 0)) as device:
-        name = device.info.name
-        rates = Rates(copy_bandwidth(device), MATMUL_FLOPS.get(name, math.inf))
+    name, rates = device_rates(config)
     longest = max(contexts) + WARMUP_REPLAYS + STEP_REPLAYS + 1
     tokens = max(batches) * max(contexts) if phase == "prefill" else 0
     config = replace(
@@ -228,7 +249,7 @@ def bench_kernels(
             if not as_json:
                 _print_step(steps[-1])
         if rows:
-            counts = list(range(1, bench.max_num_seqs + 1))
+            counts = list(range(1, bench.limits["R"] + 1))
             padded = {c: bench.rows(sampler, c, counts) for c in contexts}
     if as_json:
         flops = rates.flops / 1e12 if rates.flops < math.inf else None  # JSON has no infinity

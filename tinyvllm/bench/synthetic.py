@@ -16,6 +16,18 @@ KV_SCALE = 3**0.5 / 32768  # of random 16-bit integers: keys and values of varia
 FILL_ELEMENTS = 1 << 30  # in one launch
 
 
+def decode_dims(rows: int, longest: int) -> dict[str, int]:
+    """Sizes of a decode step of so many rows, padding included, of up to `longest` tokens."""
+    dims = {"T": rows, "R": rows, "R1": rows + 1, "S": rows, "D": rows, "Q": 0}
+    return dims | {"C": size_class(longest, MIN_CONTEXT_CLASS)}
+
+
+def prefill_dims(rows: int, length: int) -> dict[str, int]:
+    """Sizes of a step of whole prompts of `length` tokens."""
+    dims = {"T": rows * length, "R": rows, "R1": rows + 1, "S": rows, "D": 0, "CP": 0}
+    return dims | {"Q": size_class(length), "C": size_class(length, MIN_CONTEXT_CLASS)}
+
+
 class SyntheticSteps:
     """Decode steps and prompts for the programs of an executor, all rows of one length.
 
@@ -66,17 +78,16 @@ class SyntheticSteps:
         """A decode step of `rows` rows of up to `longest` tokens, and of padding up to a number."""
         count = padded_to or rows
         slots = np.where(np.arange(count) < rows, np.arange(count), -1)
-        dims = {"T": count, "R": count, "R1": count + 1, "S": count, "D": count, "Q": 0}
-        dims["C"] = size_class(longest, MIN_CONTEXT_CLASS)
-        return Batch(dims, self._inputs(slots, np.arange(count + 1), np.full(count, -1)))
+        return Batch(
+            decode_dims(count, longest),
+            self._inputs(slots, np.arange(count + 1), np.full(count, -1)),
+        )
 
     def prefill(self, rows: int, length: int) -> Batch:
         """A step of whole prompts of `length` tokens; the rows must be at position 0."""
-        starts, tokens = np.arange(rows + 1) * length, rows * length
-        dims = {"T": tokens, "R": rows, "R1": rows + 1, "S": rows, "D": 0, "CP": 0}
-        dims |= {"Q": size_class(length), "C": size_class(length, MIN_CONTEXT_CLASS)}
-        ids = self._rng.integers(0, self._vocab, tokens)
-        return Batch(dims, self._inputs(np.arange(rows), starts, ids))
+        starts = np.arange(rows + 1) * length
+        ids = self._rng.integers(0, self._vocab, rows * length)
+        return Batch(prefill_dims(rows, length), self._inputs(np.arange(rows), starts, ids))
 
     def _inputs(
         self, slots: np.ndarray, starts: np.ndarray, ids: np.ndarray

@@ -165,8 +165,20 @@ class CudaExecutor:
 
     def launch(self, launches: Iterable[Launch]) -> None:
         """Runs launches that belong to no program, in stream order."""
-        for launch in launches:
-            self._loader.prepare(launch).run(self._stream)
+        for launch in self.prepare(launches):
+            launch.run(self._stream)
+
+    def prepare(self, launches: Iterable[Launch]) -> list[PreparedLaunch]:
+        """Launches that belong to no program, ready to run."""
+        return [self._loader.prepare(launch) for launch in launches]
+
+    def read(self, program: str, dims: Dims, name: str) -> np.ndarray:
+        """The values of a buffer or weight of a program at these sizes, as float32 or int32.
+
+        For tests and benchmarks: it waits for all work in the stream.
+        """
+        p, dims = self._programs[program], {**self._limits, **dims}
+        return self._values(self._array(p, name, dims, self.plans[program], self.arena))
 
     def array(self, name: str) -> DeviceArray:
         """Where a state or a weight is, for as long as the executor is open."""
@@ -196,7 +208,10 @@ class CudaExecutor:
 
     def read_state(self, name: str) -> np.ndarray:
         """A state buffer's values as float32 or int32; waits for all work in the stream."""
-        array = self._arrays[name]
+        return self._values(self._arrays[name])
+
+    def _values(self, array: DeviceArray) -> np.ndarray:
+        assert array.contiguous, array
         bits = np.empty(array.shape, array.dtype.storage)
         copy_to_host(bits, array.ptr, self._stream)
         self._stream.synchronize()

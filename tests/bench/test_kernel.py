@@ -1,0 +1,117 @@
+"""`tinyvllm kernel`: finds the ops of a kernel, shows what it uses, compares with the reference."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "ops"))
+import test_rope_attention as layer
+from harness import pack, run_numpy
+
+from tinyvllm.bench import kernel
+from tinyvllm.bench.synthetic import decode_dims
+from tinyvllm.cli.main import main
+from tinyvllm.driver.compiler import cuda_src_dir
+from tinyvllm.driver.devices import DEVICES
+from tinyvllm.model.llama import step_program
+from tinyvllm.model.presets import PRESETS
+from tinyvllm.ops.lower import lower
+from tinyvllm.ops.program import Weight
+from tinyvllm.util import DType, InputError
+
+LIMITS = {"SLOTS": 4, "MB": 32, "NB": 64, "E": 4, "B": 8}
+
+
+def uses_of(name, phase="decode"):
+    config = replace(PRESETS["llama-3.2-1b"], num_hidden_layers=3)
+    program = lower(step_program(config, "step", block_size=16, phase=phase), phase)
+    dims = LIMITS | decode_dims(2, 300) | {"CP": 0}
+    return kernel.find_uses(program, dims, DType.BF16, DEVICES["sm_90a"], name)
+
+
+def test_ops_of_a_kernel():
+    (use,) = uses_of("attention_decode")
+    assert (use.label, use.count, len(use.launches)) == ("rope_attention", 3, 1)
+    (use,) = uses_of("attention_decode.cu", "prefill")
+    assert use.label == "attention"
+    assert {u.label: u.count for u in uses_of("rms_norm")} == {"rms_norm": 2, "add_rms_norm": 5}
+    assert uses_of("no such kernel") == []
+
+
+@pytest.mark.parametrize("interleave", [0, 8])
+def test_unpacked_weights_are_the_parts(interleave):
+    rng = np.random.default_rng(0)
+    heights = [16, 16, 16] if interleave else [24, 8, 16]
+    parts = {n: rng.standard_normal((h, 5)) for n, h in zip("abc", heights, strict=True)}
+    weight = Weight("a+b+c", (48, 5), tuple("abc"), interleave)
+    found = kernel.unpacked(weight, pack(weight, parts), heights)
+    assert list(found) == list("abc")
+    for name, part in parts.items():
+        np.testing.assert_array_equal(found[name], part)
+
+
+@pytest.mark.parametrize(("wrong", "ok"), [(0.0, True), (0.5, False)])
+def test_errors_of_an_op_against_its_reference(wrong, ok):
+    plain = layer.layer_program(6, 2, 64, 8)
+    program = layer.fused(plain)
+    dims, arrays = layer.problem(plain, 2, 64, 8, lengths=[5, 17, 0, 40])
+    arrays["kv_cache"] = np.nan_to_num(arrays["kv_cache"])
+    done = run_numpy(program, dims, arrays)
+    product, attention = program.ops
+    weight = program.weights[product.operands["weight"]]
+    packed = pack(weight, arrays)
+    joint = arrays["x"] @ packed.T
+    after = {product.operands["y"]: joint + wrong}
+    before = arrays | {weight.name: packed}
+    (error,) = kernel.reference_errors(program, product, dims, before, after, DType.BF16)
+    assert (error.output, error.ok) == (product.operands["y"], ok)
+    assert error.error == pytest.approx(wrong, abs=1e-4) and error.rounded > 0
+    before = arrays | {product.operands["y"]: joint, "freq": program.constants["freq"]}
+    after = {"y": done["y"] + wrong, "kv_cache": done["kv_cache"]}
+    errors = kernel.reference_errors(program, attention, dims, before, after, DType.BF16)
+    assert {e.output: e.ok for e in errors} == {"y": ok, "kv_cache": True}
+
+
+def test_resources_are_shown_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(kernel, "cuda_unavailable", lambda: "no GPU here")
+    assert main(["kernel", "gather_rows"]) == 0
+    out = capsys.readouterr().out
+    assert "gather_rows_kernel<__nv_bfloat16, 8> (gather_rows.cu, sm_90a)" in out
+    assert "registers, 0 + 0 bytes of shared memory, 0 of stack, 0 spilled" in out
+    assert "neither checked nor timed: no GPU here" in out
+
+
+def test_another_source_is_compiled_in_its_place(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel, "cuda_unavailable", lambda: "no GPU here")
+    changed = tmp_path / "mine.cu"
+    text = (cuda_src_dir() / "gather_rows.cu").read_text()
+    changed.write_text(text)
+    assert main(["kernel", "gather_rows", "--source", str(changed)]) == 0
+    assert "(mine.cu, sm_90a)" in capsys.readouterr().out
+    changed.write_text(text.replace("start_next();", "start_nxt();"))
+    assert main(["kernel", "gather_rows", "--source", str(changed)]) == 1
+    assert "start_nxt" in capsys.readouterr().err
+
+
+def test_a_kernel_that_no_step_has(capsys):
+    assert main(["kernel", "sing"]) == 1
+    assert "sing: no kernel of a decode.plain step" in capsys.readouterr().err
+
+
+def test_machine_code_needs_the_toolkit(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(InputError, match="cuobjdump"):
+        kernel.disassembled(b"")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "batch"), [("attention_decode", "9"), ("rms_norm", "2"), ("matmul", "1")]
+)
+def test_kernels_are_right_and_timed(capsys, device, name, batch):
+    assert main(["kernel", name, "--batch", batch]) == 0
+    out = capsys.readouterr().out
+    assert "ratio" in out and ": right" in out and "WRONG" not in out

@@ -1,0 +1,279 @@
+"""`tinyvllm kernel`: what a kernel uses, whether it is right, and its time next to its floor."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tinyvllm.bench.kernels import KernelBench, device_rates, op_label
+from tinyvllm.bench.synthetic import decode_dims, prefill_dims
+from tinyvllm.config import EngineConfig
+from tinyvllm.driver.cache import CompiledKernel
+from tinyvllm.driver.compiler import compile_all
+from tinyvllm.driver.device import cuda_unavailable
+from tinyvllm.driver.devices import DEVICES
+from tinyvllm.driver.spec import DeviceInfo, KernelSpec, Launch
+from tinyvllm.engine.sizing import engine_limits, engine_programs, model_dtype
+from tinyvllm.model.hub import resolve_model
+from tinyvllm.ops.executor import described, writes_nothing
+from tinyvllm.ops.numpy_executor import NumpyExecutor
+from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Op, Program, Weight
+from tinyvllm.ops.registry import op_def
+from tinyvllm.util import DType, InputError, ceil_div
+
+# Half the spacing of a type's values, relative to them.
+EPSILON = {DType.BF16: 2.0**-8, DType.FP16: 2.0**-11}
+HEADROOM = 64  # tokens of a row beyond its context, while it is timed
+
+
+@dataclass(frozen=True)
+class Use:
+    """An op of a step that launches the kernel, with all its launches; `count` such are run."""
+
+    label: str
+    op: Op
+    launches: list[Launch]
+    count: int
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far the kernel's output is from the reference, and how far it may be."""
+
+    output: str
+    error: float
+    rounded: float  # the error of the same maths rounded to the activations' type
+    scale: float  # the largest value
+    act: DType
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= 2 * self.rounded + EPSILON[self.act] * self.scale
+
+
+def find_uses(
+    program: Program, dims: Mapping[str, int], act: DType, info: DeviceInfo, name: str
+) -> list[Use]:
+    """The ops of a program whose launches have `name` in the kernel's name or file, one of each
+    kind and role."""
+    uses: dict[str, Use] = {}
+    for op in program.ops:
+        if writes_nothing(program, op, dims):
+            continue
+        launches = op_def(op.kind).launches(described(program, op, dims, act), info)
+        if any(name in one.spec.name or name in one.spec.kernel.file for one in launches):
+            label = op_label(op)
+            before = uses.get(label)
+            uses[label] = Use(label, op, launches, before.count + 1 if before else 1)
+    return list(uses.values())
+
+
+def show_kernel(
+    config: EngineConfig,
+    name: str,
+    *,
+    source: str | None,
+    phase: str,
+    sampler: str,
+    batch: int,
+    context: int,
+    arch: str,
+    sass: bool,
+) -> bool:
+    """Prints it all for each op of a step that launches the kernel; False if one is wrong.
+
+    Without a GPU: what the kernels use on `arch`. `source` is compiled in place of their file.
+    """
+    config = _for_step(config, phase, batch, context)
+    model = resolve_model(config.model, config.load_format, config.revision)
+    program = next(
+        p
+        for p in engine_programs(config, model.config, primitive=False)
+        if p.name == f"{phase}.{sampler}"
+    )
+    longest = context + HEADROOM
+    sizes = decode_dims(batch, longest) if phase == "decode" else prefill_dims(batch, context)
+    assert config.max_model_len is not None and config.num_gpu_blocks_override is not None
+    limits = engine_limits(config, config.max_model_len, config.num_gpu_blocks_override)
+    act = model_dtype(config, model.config)
+    uses = find_uses(program, {**limits, **sizes}, act, DEVICES[arch], name)
+    if not uses:
+        raise InputError(f"{name}: no kernel of a {program.name} step has this in its name or file")
+    change = _changed(source)
+    specs = {change(one).spec: one.smem for use in uses for one in use.launches}
+    for spec, compiled in compile_all(specs, arch).items():
+        _print_resources(spec, compiled, specs[spec], arch)
+        if sass:
+            print(disassembled(compiled.image))
+    if reason := cuda_unavailable():
+        print(f"neither checked nor timed: {reason}")
+        return True
+    _, rates = device_rates(config)
+    right = True
+    with closing(KernelBench(replace(config, device="cuda"), rates)) as bench:
+        for use in uses:
+            right &= _measure(bench, use, change, (phase, sampler, batch, context))
+    return right
+
+
+def disassembled(image: bytes) -> str:
+    """The machine code as text; InputError where CUDA's `cuobjdump` is missing."""
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        raise InputError("--sass needs cuobjdump, of the CUDA toolkit, on the PATH")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        run = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True)
+    if run.returncode:
+        raise InputError(f"{tool}: {run.stderr.strip()}")
+    return run.stdout
+
+
+def unpacked(weight: Weight, values: np.ndarray, heights: list[int]) -> dict[str, np.ndarray]:
+    """The checkpoint's tensors, of so many rows each, that a packed weight was made from."""
+    if weight.interleave:
+        g, count = weight.interleave, len(weight.parts)
+        groups = values.reshape(-1, count, g, *values.shape[1:])
+        parts = [groups[:, i].reshape(-1, *values.shape[1:]) for i in range(count)]
+    else:
+        parts = np.split(values, np.cumsum(heights)[:-1])
+    return dict(zip(weight.parts, parts, strict=True))
+
+
+def reference_errors(
+    program: Program,
+    op: Op,
+    dims: Mapping[str, int],
+    before: Mapping[str, np.ndarray],
+    after: Mapping[str, np.ndarray],
+    act: DType,
+) -> list[Error]:
+    """Compares what an op has left in each buffer that it writes with its reference.
+
+    `before` has all that it reads (packed weights too) and the states that it writes.
+    """
+    alone = program.with_ops([op])
+    reads, writes = alone.accesses(op)
+    inside = [n for part in op.parts for n in part.operands.values() if n in alone.buffers]
+    for name in {*reads, *(alone.root(n) for n in inside)} - set(writes):
+        if alone.buffers[name].kind != STATE:
+            alone.buffers[name] = replace(alone.buffers[name], kind=INPUT)
+    for name in writes:
+        if alone.buffers[name].kind != STATE:
+            alone.buffers[name] = replace(alone.buffers[name], kind=OUTPUT)
+    weights = dict(before)
+    for operand in ("weight", "bias"):
+        if (packed := op.operands.get(operand)) in alone.weights and op.parts:
+            widths = {b.name: b.shape[-1] for b in (*program.buffers.values(), *op.local)}
+            parts = [part for part in op.parts if operand in part.operands]
+            heights = [int(widths[part.operands["y"]]) for part in parts]
+            weights |= unpacked(alone.weights[packed], before[packed], heights)
+    inputs = {b.name: before[b.name] for b in alone.of_kind(INPUT)}
+    outputs = tuple(b.name for b in alone.of_kind(OUTPUT))
+
+    def run(round_to: DType | None) -> dict[str, np.ndarray]:
+        states = {b.name: before[b.name].copy() for b in alone.of_kind(STATE)}
+        executor = NumpyExecutor([alone], weights, states, dims, round_to=round_to)
+        return states | executor.run(alone.name, dims, inputs, outputs).get()
+
+    exact, twin = run(None), run(act)
+    return [
+        Error(
+            name,
+            float(np.abs(after[name] - exact[name]).max(initial=0)),
+            float(np.abs(twin[name] - exact[name]).max(initial=0)),
+            float(np.abs(exact[name]).max(initial=0)),
+            act,
+        )
+        for name in writes
+    ]
+
+
+def _for_step(config: EngineConfig, phase: str, batch: int, context: int) -> EngineConfig:
+    """With room for the step, and no more KV blocks than it needs: they are read back."""
+    longest = context + HEADROOM
+    tokens = batch * context if phase == "prefill" else batch
+    return replace(
+        config,
+        max_model_len=longest,
+        max_num_seqs=max(config.max_num_seqs, batch),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, tokens),
+        num_gpu_blocks_override=batch * ceil_div(longest, config.block_size),
+    )
+
+
+def _changed(source: str | None) -> Callable[[Launch], Launch]:
+    """Launches of the kernel in another file, which must declare it alike."""
+    if source is None:
+        return lambda launch: launch
+    path = str(Path(source).resolve())
+
+    def change(launch: Launch) -> Launch:
+        kernel = replace(launch.spec.kernel, file=path)
+        return replace(launch, spec=replace(launch.spec, kernel=kernel))
+
+    return change
+
+
+def _print_resources(spec: KernelSpec, compiled: CompiledKernel, smem: int, arch: str) -> None:
+    print(f"{spec.name} ({Path(spec.kernel.file).name}, {arch})")
+    if used := compiled.resources:
+        spills = used.spill_stores + used.spill_loads
+        print(
+            f"  {used.registers} registers, {used.static_smem} + {smem} bytes of shared memory, "
+            f"{used.stack} of stack, {spills} spilled; {len(compiled.image)} bytes of cubin"
+        )
+
+
+def _measure(
+    bench: KernelBench,
+    use: Use,
+    change: Callable[[Launch], Launch],
+    step: tuple[str, str, int, int],
+) -> bool:
+    """Checks and times one op of the step; prints what it found."""
+    phase, sampler, _, context = step
+    batch = bench.set_step(*step)
+    program, executor = bench.programs[f"{phase}.{sampler}"], bench.executor
+    act = executor.array("kv_cache").dtype
+    by_op = executor.launches_by_op(program.name, batch.dims)
+    alike = [(op, ready) for op, ready in by_op if op_label(op) == use.label]
+    changed = [executor.prepare(change(one.launch) for one in ready) for _, ready in alike]
+    first = alike[0][0]
+    for op, launches in by_op:
+        if op is first:
+            break
+        for launch in launches:
+            launch.run(executor.stream)
+    inside = [n for part in (first, *first.parts) for n in part.operands.values()]
+    local = {b.name for b in first.local}
+    held = [n for n in inside if n in program.buffers and n not in local]
+    names = {program.root(n) for n in held} | {n for n in inside if n in program.weights}
+    before = {n: executor.read(program.name, batch.dims, n) for n in names}
+    for launch in changed[0]:
+        launch.run(executor.stream)
+    written = program.accesses(first)[1]
+    after = {n: executor.read(program.name, batch.dims, n) for n in written}
+    sizes = {**bench.limits, **batch.dims}
+    errors = reference_errors(program, first, sizes, before, after, act)
+    cost, floor = bench.floor(program, first, batch, context)
+    us = bench.cycle_seconds([one for ready in changed for one in ready]) / len(alike) * 1e6
+    print(f"{use.label}: {len(alike)} in a step, grid {changed[0][0].launch.grid}")
+    print(
+        f"  {us:.2f} us, floor {floor * 1e6:.2f} us, ratio {us / floor / 1e6:.2f}; "
+        f"{cost.bytes / us / 1e6:.2f} TB/s, {cost.flops / us / 1e6:.1f} TFLOP/s"
+    )
+    for e in errors:
+        print(
+            f"  {e.output}: error {e.error:.2e} where values reach {e.scale:.2e}, rounding alone "
+            f"{e.rounded:.2e}: {'right' if e.ok else 'WRONG'}"
+        )
+    return all(e.ok for e in errors)
