@@ -24,8 +24,7 @@
 //   S^T [token, head] = K Q^T,  O^T [dim, head] += V^T P^T,
 // with K by ldmatrix, V^T by ldmatrix.trans and P^T from S^T, rounded to T, by movmatrix.
 //
-// With ROPE, contexts are read while the kernel before this one still runs: see common.cuh. A row
-// of length 0 is padding: its output is 0, and its slot is not looked at.
+// A row of length 0 is padding: its output is 0, and its slot is not looked at.
 //
 // Bytes: K and V once (again for each further kHeads query heads of a KV head). Bound: memory.
 #include "attention_work.cuh"
@@ -70,7 +69,8 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
   __shared__ bool is_last;
 
   start_next();
-  if (!ROPE) wait_for_previous();  // for the new token's key and value in the cache
+  const float frequency = ROPE ? inv_freq[threadIdx.x % kHalf] : 0.0f;
+  wait_for_previous();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int group = lane / 4, pair = lane % 4;
   // As a merging thread:
@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
   const int parts_of_group = ceil_div(group_size, kHeads);
   const Work work(max_partitions == 0, num_rows, num_kv_heads * parts_of_group, seq_lens,
                   batch_slots);
+  if (work.first.index == work.end) return;
 
   // What a head block stands for.
   const auto kv_head_of = [&](int head_block) { return head_block / parts_of_group; };
@@ -107,6 +108,9 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
       new_high = *reinterpret_cast<const Vec<T, kPairs>*>(source + kHalf);
     }
   };
+  Place here = work.first;
+  load_query(here);
+
   // A tile to copy: blocks of each 8 tokens (block sizes start at 8). Positions beyond the length
   // are never looked up: their blocks may not exist, their memory may hold NaN.
   struct Tile {
@@ -165,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
 
   const auto find_angles = [&](int length) {
     if (ROPE && threadIdx.x < kHalf) {
-      angle[threadIdx.x] = rope_angle(max(length - 1, 0), inv_freq[threadIdx.x]);
+      angle[threadIdx.x] = rope_angle(max(length - 1, 0), frequency);
     }
   };
   const auto rotate_query = [&] {
@@ -181,11 +185,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
       }
     }
   };
-  find_angles(work.first.length);
-  if (ROPE) wait_for_previous();  // for q, k and v; what was read until here is older
-  if (work.first.index == work.end) return;
-  Place here = work.first;
-  load_query(here);
+  find_angles(here.length);
   if (ROPE) {
     __syncthreads();
     rotate_query();

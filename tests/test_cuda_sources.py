@@ -83,13 +83,6 @@ def test_headers_are_all_included_by_something():
         assert users, f"nothing includes {header.name}"
 
 
-# How kernels wait that depend on a template argument for it (comments are gone).
-WAITS = {
-    "attention_decode_kernel": [
-        "  if (!ROPE) wait_for_previous();   ",
-        "  if (ROPE) wait_for_previous();   ",
-    ]
-}
 CONSTANTS = {"weight", "bias", "inv_freq"}  # of the model: never written while kernels run
 
 
@@ -109,12 +102,10 @@ def source_of(kernel):
 def test_kernels_that_start_early_keep_the_rules(kernel):
     """Of programmatic dependent launch: every thread waits, nothing mutable is __restrict__."""
     params, body = source_of(kernel)
-    assert body.count("start_next();") == 1
-    waits = [line for line in body.splitlines() if "wait_for_previous();" in line]
-    assert waits == WAITS.get(kernel.entry, ["  wait_for_previous();"]), "not one wait, at the top"
-    before = body[: body.rindex(waits[-1])]
-    assert before.count("{") - before.count("}") == 1, "the wait stands in a block"
+    assert body.count("wait_for_previous();") == 1 and body.count("start_next();") == 1
+    before = body[: body.index("wait_for_previous();")]
     assert "return;" not in before, "a thread leaves before the wait"
+    assert not re.search(r"\bif \(.*\{", before), "the wait might stand in a branch"
     restricted = set(re.findall(r"__restrict__\s+(\w+)", params))
     assert restricted <= CONSTANTS
 

@@ -81,10 +81,7 @@ struct Work {
     longer = total % gridDim.x;
     first.index = piece_begin(blockIdx.x);
     end = piece_begin(blockIdx.x + 1);
-    if (first.index == end) {
-      first.row = first.head_block = first.part = first.length = first.slot = 0;
-      return;
-    }
+    if (first.index == end) return;
     const bool here = first.index < upto * head_blocks;
     const int owner = __ffs(__ballot_sync(kFullMask, here)) - 1;  // the first such lane
     int row = from, rest = first.index - (upto - own) * head_blocks;

@@ -21,10 +21,7 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 // kernel that a program launches:
 //   * it calls wait_for_previous() in every thread, and before that reads nothing but weights and
 //     constants of the model and writes nothing to global memory (buffers are reused, so early
-//     reads see old values and early writes destroy what is still read). Decode attention also
-//     reads what is older than the step's embedding: the inputs of the step and, of the cache, all
-//     but the step's own tokens. The embedding never starts early (tinyvllm/ops/gather_rows.py),
-//     so whatever comes after it sees all that came before it;
+//     reads see old values and early writes destroy what is still read);
 //   * pointers to anything else are not __restrict__: loads through those may be moved up past the
 //     wait, as loads of memory that never changes.
 // start_next() says that the next kernel may be started once all blocks of this one have said so.

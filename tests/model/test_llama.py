@@ -5,14 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.model.config import ModelConfig, RopeConfig
 from tinyvllm.model.llama import edits_program, logprobs_program, score_program, step_program
-from tinyvllm.ops.executor import described
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyExecutor
 from tinyvllm.ops.program import STATE, concrete
-from tinyvllm.ops.registry import op_def
 from tinyvllm.ops.row_params import as_words, new_row_params
 from tinyvllm.sampling_params import SAMPLERS
 from tinyvllm.util import DType
@@ -191,22 +188,6 @@ def test_rows_that_ask_for_nothing_get_the_tokens_of_the_plain_sampler(sampler):
         for name in ("logits", "tokens"):
             np.testing.assert_array_equal(after[name], before[name])
     assert not states.get("token_counts", np.zeros(1)).any(), "no row is counted"
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_attention_may_read_the_context_before_the_kernel_before_it_has_ended(sampler):
-    """All that it reads so early is written before the embedding, which waits for its start."""
-    program = step_program(llama(), "step", block_size=16, sampler=sampler, phase="decode")
-    program = lower(program, "decode")
-    embedding = kinds(program).index("embedding")
-    dims = LIMITS | {"T": 4}
-    operands = described(program, program.ops[embedding], dims, DType.BF16)
-    device = DeviceInfo("H200", (9, 0), 132, 227 << 10, 60 << 20, 141 << 30)
-    assert not any(one.pdl for one in op_def("embedding").launches(operands, device))
-    early = {"batch_slots", "seq_lens", "block_tables", "kv_cache"}
-    for op in program.ops[embedding:]:
-        written = set(program.accesses(op)[1]) & early
-        assert written <= ({"kv_cache"} if op.kind == "rope_attention" else set()), op
 
 
 def test_the_program_of_edits_has_the_states_and_inputs_of_a_step():

@@ -27,8 +27,7 @@ class Embedding(OpDef):
         _gather(a.weight, a.token_ids, a.y)
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        # The one kernel of a step that does not start early: see cuda_src/include/common.cuh.
-        return _launches(a.act, a.weight, a.token_ids, a.y, pdl=False)
+        return _launches(a.act, a.weight, a.token_ids, a.y)
 
     def cost(self, a: Operands) -> Cost:
         return Cost(nbytes(a.token_ids, a.y, a.y))  # each row is read and written
@@ -56,9 +55,7 @@ def _gather(source: np.ndarray, index: np.ndarray, y: np.ndarray) -> None:
     np.take(source, index, axis=0, out=y, mode="clip")  # "raise" would copy through a buffer
 
 
-def _launches(
-    act: DType, source: DeviceArray, index: DeviceArray, y: DeviceArray, pdl: bool = True
-) -> list[Launch]:
+def _launches(act: DType, source: DeviceArray, index: DeviceArray, y: DeviceArray) -> list[Launch]:
     assert source.contiguous and y.contiguous
     rows, K = y.shape
     if rows == 0:
@@ -67,6 +64,6 @@ def _launches(
     threads = min(MAX_THREADS, align_up(K // vec, 32))
     return [
         GATHER_ROWS(act, vec).launch(
-            (rows,), threads, pdl=pdl, source=source.ptr, index=index.ptr, y=y.ptr, K=K
+            (rows,), threads, source=source.ptr, index=index.ptr, y=y.ptr, K=K
         )
     ]

@@ -15,9 +15,7 @@ class RopeAttention(OpDef):
     """Rope of the q and k columns of `qkv`, the KV write, and attention over the context.
 
     Row r has the token r only, at position seq_lens[r] - 1, or is padding, of length 0: its
-    output is 0, and nothing is written to the cache. All operands but `qkv`, and all of the cache
-    but the row's last position, must have been written before the step's embedding: they are read
-    before the op before this one has ended.
+    output is 0, and nothing is written to the cache.
     """
 
     name = "rope_attention"
