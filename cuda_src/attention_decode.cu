@@ -125,7 +125,6 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
   Place ahead = work.first;
   int ahead_position = ahead.first_token() + warp * kTile;
   const auto take_tile = [&] {
-#pragma unroll 1
     while (ahead.index < work.end && ahead_position >= ahead.end()) {
       work.advance(ahead);
       ahead_position = ahead.first_token() + warp * kTile;
@@ -164,14 +163,14 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
     cp_async_commit();  // possibly empty, so that "all but kStages - 1" always means the next tile
   };
 
-#pragma unroll 1
-  for (int s = 0; s < kStages; s++) copy_tile(s, take_tile());
+  {
+    Tile first[kStages];
+#pragma unroll
+    for (int s = 0; s < kStages; s++) first[s] = take_tile();
+#pragma unroll
+    for (int s = 0; s < kStages; s++) copy_tile(s, first[s]);
+  }
 
-  const auto find_angles = [&](int length) {
-    if (ROPE && threadIdx.x < kHalf) {
-      angle[threadIdx.x] = rope_angle(max(length - 1, 0), frequency);
-    }
-  };
   const auto rotate_query = [&] {
 #pragma unroll
     for (int s = 0; s < kSteps / 2; s++) {
@@ -185,6 +184,11 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
       }
     }
   };
+  const auto find_angles = [&](int length) {
+    if (ROPE && threadIdx.x < kHalf) {
+      angle[threadIdx.x] = rope_angle(max(length - 1, 0), frequency);
+    }
+  };
   find_angles(here.length);
   if (ROPE) {
     __syncthreads();
@@ -194,14 +198,12 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
   int stage = 0;
   int run = min(work.end - here.index, here.parts() - here.part);  // of this row and head block
   int run_left = run;
-#pragma unroll 1
   while (true) {
     // Of this warp's tiles and columns 2 pair and 2 pair + 1; `sum`: of this lane's tokens only.
     float out[kSteps][4] = {};
     SoftmaxState state[2] = {SoftmaxState::empty(), SoftmaxState::empty()};
 
     const int end = here.end();
-#pragma unroll 1
     for (int t = here.first_token() + warp * kTile; t < end; t += kStride) {
       const Tile next_tile = take_tile();
       const u32 k_tile = ring + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
@@ -331,13 +333,14 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
 
     const int heads = num_heads(here.head_block);
     const bool whole = run == here.parts();
-    const int owner = whole ? 0 : work.owner(here.index - here.part);
-    const int head_places = min(kHeads, group_size);
-    const int first_place = owner * max_partitions * head_places + head;
+    const auto scratch_place = [&](int part) {
+      const int owner = work.owner(here.index - here.part);
+      return (owner * max_partitions + part) * min(kHeads, group_size) + head;
+    };
     if (whole) {
       total.merge(merged);
     } else if (head < heads) {
-      const int at = first_place + here.part * head_places;
+      const int at = scratch_place(here.part);
       if (dim == 0) partial_state[at] = merged.state;
 #pragma unroll
       for (int v = 0; v < kVecs; v++) {
@@ -352,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
       __threadfence();  // this block's states before its count,
       __syncthreads();
       if (threadIdx.x == 0) {
-        u32* const done = &partitions_done[owner];
+        u32* const done = &partitions_done[work.owner(here.index - here.part)];
         is_last = atomicAdd(done, run) + run == here.parts();
         if (is_last) *done = 0;  // ready for the next launch
       }
@@ -362,12 +365,11 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
       if (!whole) {
         __threadfence();  // and the count before the other blocks' states
         constexpr int kBatch = 16 / kVecs;  // loads in flight
-#pragma unroll 1
         for (int part = 0; part < here.parts(); part += kBatch) {
           Partial<kVecs> batch[kBatch];
 #pragma unroll
           for (int i = 0; i < kBatch; i++) {
-            const int from = first_place + min(part + i, here.parts() - 1) * head_places;
+            const int from = scratch_place(min(part + i, here.parts() - 1));
             batch[i].state = partial_state[from];
 #pragma unroll
             for (int v = 0; v < kVecs; v++) {
