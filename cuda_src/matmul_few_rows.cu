@@ -3,6 +3,9 @@
 // x [M, K] with row stride, weight [N, K] contiguous, bias [N], residual and y [M, N] with row
 // strides; absent operands are null. K is a multiple of 8, rows of x and weight start on 16 bytes.
 // Silu: weight rows are interleaved by 8 (8 gate rows, their 8 up rows, ...), y is [M, N / 2].
+// Norm: x stands for x * rsqrt(mean(x^2) + eps) * norm_weight. The row's factor does not depend on
+// k, so the product is taken of x * norm_weight, and its sums are scaled at the end: nothing waits
+// for the mean.
 //
 // Bound: the weights are read from memory exactly once, 2 N K bytes. A block owns 16 weight rows;
 // its warps split K into equal runs of 32-element steps, so that a block reads one contiguous
@@ -34,15 +37,32 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
   return v;
 }
 
-template <typename T, typename Out, int ROWS, bool SILU>
+// Eight elements of x times as many of the norm's weight; adds the squares of x to `squares`.
+template <typename T>
+__device__ __forceinline__ uint4 weighted(uint4 x, uint4 weight, float& squares) {
+  u32(&parts)[4] = reinterpret_cast<u32(&)[4]>(x);
+  const u32(&weights)[4] = reinterpret_cast<const u32(&)[4]>(weight);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 a = unpack2<T>(parts[i]);
+    const float2 b = unpack2<T>(weights[i]);
+    squares = fmaf(a.x, a.x, fmaf(a.y, a.y, squares));
+    parts[i] = pack2<T>(a.x * b.x, a.y * b.y);
+  }
+  return x;
+}
+
+template <typename T, typename Out, int ROWS, bool NORM, bool SILU>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     matmul_few_rows_kernel(const T* x, const T* __restrict__ weight,
                            const T* __restrict__ bias, const T* residual, Out* y, int M, int N,
-                           int K, int x_stride, int residual_stride, int y_stride) {
+                           int K, int x_stride, int residual_stride, int y_stride,
+                           const T* __restrict__ norm_weight, float eps) {
   start_next();
   constexpr int kTiles = ROWS / 8;  // n8 fragments
   extern __shared__ __align__(128) u8 queues[];  // [warp][kRing][2][lane] of 16 bytes
   __shared__ float partial[kMaxWarps][ROWS][kPitch];
+  __shared__ float partial_squares[NORM ? kMaxWarps : 1][ROWS];
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int num_warps = blockDim.x / kWarpSize;
@@ -77,16 +97,19 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
   };
 
   float sum[kTiles][4] = {};
+  float squares[kTiles] = {};
 #pragma unroll
   for (int i = 0; i < kRing; i++) load_weights(first + i, i);
   wait_for_previous();
   for (int step = first; step < last; step += kRing) {
     uint4 x_part[kRing][kTiles];
+    uint4 norm_part[kRing];
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
       const int k = is_valid(step + i) ? column(step + i) : 0;
 #pragma unroll
       for (int t = 0; t < kTiles; t++) x_part[i][t] = load_16(x_row[t] + k);
+      if constexpr (NORM) norm_part[i] = load_16(norm_weight + k);
     }
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
@@ -99,7 +122,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
       const bool valid = is_valid(step + i);
 #pragma unroll
       for (int t = 0; t < kTiles; t++) {
-        const uint4 b = valid ? x_part[i][t] : uint4{};
+        uint4 b = valid ? x_part[i][t] : uint4{};
+        if constexpr (NORM) b = weighted<T>(b, norm_part[i], squares[t]);
         mma_m16n8k16<T>(sum[t], a0, b.x, b.y);
         mma_m16n8k16<T>(sum[t], a1, b.z, b.w);
       }
@@ -114,12 +138,22 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     partial[warp][row + 1][group] = sum[t][1];
     partial[warp][row][group + 8] = sum[t][2];
     partial[warp][row + 1][group + 8] = sum[t][3];
+    if constexpr (NORM) {
+      squares[t] += __shfl_xor_sync(kFullMask, squares[t], 1);
+      squares[t] += __shfl_xor_sync(kFullMask, squares[t], 2);
+      if (pair == 0) partial_squares[warp][t * 8 + group] = squares[t];
+    }
   }
   __syncthreads();
 
   const auto total = [&](int row, int col) {
     float value = 0.0f;
     for (int w = 0; w < num_warps; w++) value += partial[w][row][col];
+    if constexpr (NORM) {
+      float mean = 0.0f;
+      for (int w = 0; w < num_warps; w++) mean += partial_squares[w][row];
+      value *= rsqrtf(mean / static_cast<float>(K) + eps);
+    }
     return bias != nullptr ? value + to_float(bias[col0 + col]) : value;
   };
   constexpr int kOutCols = SILU ? kTileCols / 2 : kTileCols;

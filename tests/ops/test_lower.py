@@ -10,8 +10,8 @@ from tinyvllm.model.config import RopeConfig
 from tinyvllm.ops.lower import (
     GATE_UP_INTERLEAVE,
     RULES,
-    fuse_add_rms_norm,
     fuse_matmul_add,
+    fuse_rms_norm_matmul,
     fuse_rope_kv_write,
     fuse_silu_mul,
     lower,
@@ -330,23 +330,52 @@ def test_product_added_to_itself_stays(only):
     assert kinds(only(p, fuse_matmul_add)) == ["matmul", "add"]
 
 
-def test_add_joins_the_norm_and_the_sum_is_kept(only):
+# Norms.
+
+
+def normed(silu=False, merged=False, read_again=False, out_kind="temp"):
     p = new_program()
-    p.weight("norm", K)
-    s = p.emit("add", "s", a="x", b="x2")
-    h = p.emit("rms_norm", "h", x=s, weight="norm", eps=1e-5)
-    p.emit("add", "y", a=s, b=h, out_kind=OUTPUT)
-    lowered = only(p, fuse_add_rms_norm)
-    assert kinds(lowered) == ["add_rms_norm", "add"]
-    operands = lowered.ops[0].operands
-    assert (operands["sum"], operands["y"]) == ("s", "h")
-    assert lowered.ops[0].attrs == {"eps": 1e-5}
+    h = p.emit("rms_norm", "h", x="x", weight=p.weight("norm", K), eps=1e-5, out_kind=out_kind)
+    gate = linear(p, "gate", INNER, h, out_kind="temp" if silu or merged else OUTPUT)
+    if silu or merged:
+        up = linear(p, "up", INNER, h)
+        kind, names = ("silu_mul", ("gate", "up")) if silu else ("add", ("a", "b"))
+        p.emit(kind, "y", **dict(zip(names, (gate, up), strict=True)), out_kind=OUTPUT)
+    if read_again:
+        p.emit("add", "hh", a=h, b=h, out_kind=OUTPUT)
+    return p
+
+
+@pytest.mark.parametrize(
+    "options, kind, parts",
+    [
+        ({}, "matmul", ["matmul"]),
+        ({"merged": True}, "matmul", ["matmul", "matmul"]),
+        ({"silu": True}, "matmul_silu_mul", ["matmul", "matmul", "silu_mul"]),
+    ],
+)
+def test_norm_joins_the_product_that_reads_it(only, options, kind, parts):
+    p = normed(**options)
+    lowered = only(p, fuse_silu_mul, merge_qkv, fuse_rms_norm_matmul)
+    assert kinds(lowered)[0] == f"rms_norm_{kind}"
+    op = lowered.ops[0]
+    assert (op.operands["x"], op.operands["norm_weight"]) == ("x", "norm")
+    assert op.attrs == {"eps": 1e-5}
+    assert [part.kind for part in op.parts] == ["rms_norm", *parts]
+    assert "h" not in lowered.buffers
     check_equal(p, lowered)
 
 
-def test_a_norm_of_something_else_stays(only):
+@pytest.mark.parametrize("options", [{"read_again": True}, {"out_kind": OUTPUT}, {"merged": True}])
+def test_norm_that_something_else_reads_stays(only, options):
+    p = normed(**options)
+    assert kinds(only(p, fuse_rms_norm_matmul)) == kinds(p)
+
+
+def test_norm_before_something_else_stays(only):
     p = new_program()
     p.weight("norm", K)
-    p.emit("add", "s", a="x", b="x2", out_kind=OUTPUT)
-    p.emit("rms_norm", "h", x="x", weight="norm", eps=1e-5, out_kind=OUTPUT)
-    assert kinds(only(p, fuse_add_rms_norm)) == ["add", "rms_norm"]
+    h = p.emit("rms_norm", "h", x="x", weight="norm", eps=1e-5)
+    p.emit("add", "y", a="x2", b=h, out_kind=OUTPUT)
+    p.emit("rms_norm", "last", x="x", weight="norm", eps=1e-5, out_kind=OUTPUT)
+    assert kinds(only(p, fuse_rms_norm_matmul)) == ["rms_norm", "add", "rms_norm"]

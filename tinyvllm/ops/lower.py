@@ -149,31 +149,37 @@ def fuse_matmul_add(p: Program, ops: list[Op], i: int, readers: Readers) -> tupl
     return 2, Op("matmul_add", operands, {}, (matmul, add), _locals(p, [product]))
 
 
-def fuse_add_rms_norm(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
-    """Residual add in the norm that follows it; the sum is kept, later layers read it."""
-    if [op.kind for op in ops[i : i + 2]] != ["add", "rms_norm"]:
+def fuse_rms_norm_matmul(
+    p: Program, ops: list[Op], i: int, readers: Readers
+) -> tuple[int, Op] | None:
+    """Norm in the product that alone reads it: as few rows as a decode step has are short work."""
+    if ops[i].kind != "rms_norm" or i + 1 == len(ops):
         return None
-    add, norm = ops[i : i + 2]
-    if norm.operands["x"] != add.operands["y"]:
+    norm, product = ops[i : i + 2]
+    h = norm.operands["y"]
+    if (
+        product.kind not in ("matmul", "matmul_silu_mul")
+        or product.operands["x"] != h
+        or readers[h] != 1
+    ):
         return None
     operands = {
-        "x": add.operands["b"],
-        "residual": add.operands["a"],
-        "weight": norm.operands["weight"],
-        "sum": add.operands["y"],
-        "y": norm.operands["y"],
+        **product.operands,
+        "x": norm.operands["x"],
+        "norm_weight": norm.operands["weight"],
     }
-    return 2, Op("add_rms_norm", operands, norm.attrs, (add, norm))
+    parts = (norm, *(product.parts or (product,)))
+    local = (*product.local, *_locals(p, [h]))
+    return 2, Op(f"rms_norm_{product.kind}", operands, norm.attrs, parts, local)
 
 
-# Prefill adds the residual in the product's epilogue: at many rows a pass over the activations
-# costs, and the accumulators are at hand. Decode adds it in the norm: its products stay plain
-# matrix-vector products, which may come to be split over K with the parts summed by the norm.
-COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write]
+# The residual is added in the product's epilogue, where the sums are at hand. A step of few rows
+# waits for kernels that are too short to fill the device, so decode has no norms of their own.
+COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write, fuse_matmul_add]
 RULES: dict[str, list[Rule]] = {
     "primitive": [],
-    "prefill": [*COMMON, fuse_matmul_add],
-    "decode": [*COMMON, fuse_rope_attention, fuse_add_rms_norm],
+    "prefill": COMMON,
+    "decode": [*COMMON, fuse_rope_attention, fuse_rms_norm_matmul],
 }
 
 

@@ -14,7 +14,10 @@ from tinyvllm.ops.program import Op, Program
 
 
 def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Launch:
-    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual."""
+    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual.
+
+    An op with norm_weight (K,) and eps, which only few rows may have: x is normalised first.
+    """
     (M, K), N = a.x.shape, a.weight.shape[0]
     residual = getattr(a, "residual", None)
     assert a.x.ptr % 16 == 0 and a.x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
@@ -33,9 +36,14 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
         "y_stride": a.y.row_stride,
     }
     choice = choose(M, N, K, device)
-    if choice.kernel is not MATMUL_FEW_ROWS:
+    template = choice.template
+    if choice.kernel is MATMUL_FEW_ROWS:
+        norm = getattr(a, "norm_weight", None)
+        args["norm_weight"], args["eps"] = (0, 0.0) if norm is None else (norm.ptr, a.eps)
+        template += (norm is not None,)
+    else:
         args["split"] = choice.split
-    return choice.kernel(a.act, a.y.dtype, *choice.template, silu).launch(
+    return choice.kernel(a.act, a.y.dtype, *template, silu).launch(
         (choice.blocks,),
         choice.threads,
         smem=choice.smem,
@@ -57,6 +65,17 @@ def check_depth(program: Program, op: Op) -> None:
     K = program.shape_of(op.operands["weight"])[1]
     if not isinstance(K, int) or K % 8:
         raise ValueError(f"{op.kind}: K={K} must be a multiple of 8")
+
+
+def check_gate_up(program: Program, op: Op) -> None:
+    """ValueError unless the weight has a gate and an up row for each column, in groups of 8."""
+    rows = program.shape_of(op.operands["weight"])[0]
+    cols = program.shape_of(op.operands["y"])[1]
+    if not isinstance(cols, int) or rows != 2 * cols or cols % 8:
+        raise ValueError(
+            f"{op.kind}: {rows} weight rows for {cols} columns: must be twice "
+            "as many, and columns a multiple of 8"
+        )
 
 
 class Matmul(OpDef):
@@ -131,10 +150,4 @@ class MatmulSiluMul(OpDef):
     def check(self, program: Program, op: Op) -> None:
         super().check(program, op)
         check_depth(program, op)
-        rows = program.shape_of(op.operands["weight"])[0]
-        cols = program.shape_of(op.operands["y"])[1]
-        if not isinstance(cols, int) or rows != 2 * cols or cols % 8:
-            raise ValueError(
-                f"{self.name}: {rows} weight rows for {cols} columns: must be twice "
-                "as many, and columns a multiple of 8"
-            )
+        check_gate_up(program, op)

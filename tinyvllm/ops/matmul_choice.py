@@ -37,7 +37,12 @@ MATMUL = Kernel("matmul.cu", "matmul_kernel", f"{_SIGNATURE}, i32 split", pdl=Tr
 MATMUL_WIDE = Kernel(
     "matmul_wide.cu", "matmul_wide_kernel", f"{_SIGNATURE}, i32 split", arch="sm_90a", pdl=True
 )
-MATMUL_FEW_ROWS = Kernel("matmul_few_rows.cu", "matmul_few_rows_kernel", _SIGNATURE, pdl=True)
+MATMUL_FEW_ROWS = Kernel(
+    "matmul_few_rows.cu",
+    "matmul_few_rows_kernel",
+    f"{_SIGNATURE}, ptr norm_weight, f32 eps",
+    pdl=True,
+)
 
 # Constants of matmul_few_rows.cu: columns of y in a block, elements of K in a step, steps whose
 # weights a warp has in flight and their bytes, most warps in a block.
@@ -119,7 +124,10 @@ WIDE_TILES = (
 
 
 class Choice(NamedTuple):
-    """How a product is launched; `template` lacks the element types before and silu after it."""
+    """How a product is launched.
+
+    `template` lacks the element types before it, and after it silu (for few rows norm and silu).
+    """
 
     kernel: Kernel
     template: tuple[int, ...]
