@@ -5,7 +5,7 @@
 // Silu: weight rows are interleaved by 8 (8 gate rows, their 8 up rows, ...), y is [M, N / 2].
 // Norm: x stands for x * rsqrt(mean(x^2) + eps) * norm_weight. The row's factor does not depend on
 // k, so the product is taken of x * norm_weight, and its sums are scaled at the end: nothing waits
-// for the mean.
+// for the mean. (In half, x * norm_weight must so stay finite.)
 //
 // Bound: the weights are read from memory exactly once, 2 N K bytes. A block owns 16 weight rows;
 // its warps split K into equal runs of 32-element steps, so that a block reads one contiguous
@@ -20,6 +20,7 @@
 // sum depends on K alone, not on M or ROWS.
 #include "activation.cuh"
 #include "mma.cuh"
+#include "weighted.cuh"
 
 constexpr int kTileCols = 16;  // weight rows (columns of y) of a block
 constexpr int kMaxWarps = 16;
@@ -27,30 +28,6 @@ constexpr int kStepK = 32;  // elements of K that four lanes cover with one 16-b
 constexpr int kRing = 4;  // steps whose weights a warp has in flight
 constexpr int kStepBytes = 2 * 16 * kWarpSize;  // of weights
 constexpr int kPitch = 20;  // of a row of partial sums: the lanes of a fragment hit all banks once
-
-// Volatile, so that it stays ahead of the waits for weights that follow it.
-__device__ __forceinline__ uint4 load_16(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
-// Eight elements of x times as many of the norm's weight; adds the squares of x to `squares`.
-template <typename T>
-__device__ __forceinline__ uint4 weighted(uint4 x, uint4 weight, float& squares) {
-  u32(&parts)[4] = reinterpret_cast<u32(&)[4]>(x);
-  const u32(&weights)[4] = reinterpret_cast<const u32(&)[4]>(weight);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 a = unpack2<T>(parts[i]);
-    const float2 b = unpack2<T>(weights[i]);
-    squares = fmaf(a.x, a.x, fmaf(a.y, a.y, squares));
-    parts[i] = pack2<T>(a.x * b.x, a.y * b.y);
-  }
-  return x;
-}
 
 template <typename T, typename Out, int ROWS, bool NORM, bool SILU>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
@@ -101,6 +78,19 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
 #pragma unroll
   for (int i = 0; i < kRing; i++) load_weights(first + i, i);
   wait_for_previous();
+
+  constexpr int kOutCols = SILU ? kTileCols / 2 : kTileCols;
+  const int num_cols = SILU ? N / 2 : N;
+  const auto is_result = [&](int i) {
+    return i < M * kOutCols && blockIdx.x * kOutCols + i % kOutCols < num_cols;
+  };
+  // The residual of this thread's result number i, zero without one.
+  const auto load_residual = [&](int i) {
+    if (residual == nullptr || !is_result(i)) return 0.0f;
+    const i64 row = i / kOutCols;
+    return to_float(residual[row * residual_stride + blockIdx.x * kOutCols + i % kOutCols]);
+  };
+  float add = load_residual(threadIdx.x);  // on its way together with x
   for (int step = first; step < last; step += kRing) {
     uint4 x_part[kRing][kTiles];
     uint4 norm_part[kRing];
@@ -156,18 +146,15 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     }
     return bias != nullptr ? value + to_float(bias[col0 + col]) : value;
   };
-  constexpr int kOutCols = SILU ? kTileCols / 2 : kTileCols;
-  const int num_cols = SILU ? N / 2 : N;
   for (int i = threadIdx.x; i < M * kOutCols; i += blockDim.x) {
     const int row = i / kOutCols;
     const int col = i % kOutCols;
-    const int out_col = blockIdx.x * kOutCols + col;
-    if (out_col >= num_cols) continue;
-    float value = total(row, col);
-    if constexpr (SILU) value = silu(value) * total(row, col + 8);
-    if (residual != nullptr) {
-      value += to_float(residual[static_cast<i64>(row) * residual_stride + out_col]);
+    if (is_result(i)) {
+      float value = total(row, col);
+      if constexpr (SILU) value = silu(value) * total(row, col + 8);
+      y[static_cast<i64>(row) * y_stride + blockIdx.x * kOutCols + col] =
+          from_float<Out>(value + add);
     }
-    y[static_cast<i64>(row) * y_stride + out_col] = from_float<Out>(value);
+    add = load_residual(i + blockDim.x);
   }
 }

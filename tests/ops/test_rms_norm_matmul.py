@@ -61,9 +61,13 @@ def launches(M, N, K, scratch=4096):
     return op.launches(a, H200), op.scratch(a, H200)
 
 
-def test_few_rows_are_one_launch_that_normalises():
-    (launch,), _ = launches(1, 2048, 2048)
-    assert launch.spec.kernel is matmul_choice.MATMUL_FEW_ROWS
+@pytest.mark.parametrize(
+    "M, N, kernel",
+    [(1, 2048, matmul_choice.MATMUL_FEW_ROWS), (16, 16384, matmul_choice.MATMUL_WIDE)],
+)
+def test_few_rows_are_one_launch_that_normalises(M, N, kernel):
+    (launch,), _ = launches(M, N, 2048)
+    assert launch.spec.kernel is kernel
     assert launch.spec.template_args[-2:] == ("true", "false")
     assert launch.args[-1] == EPS
 

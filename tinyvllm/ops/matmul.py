@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Launch
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, choose
+from tinyvllm.ops.matmul_choice import MATMUL, MATMUL_FEW_ROWS, choose
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program
 
@@ -16,7 +16,7 @@ from tinyvllm.ops.program import Op, Program
 def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Launch:
     """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual.
 
-    An op with norm_weight (K,) and eps, which only few rows may have: x is normalised first.
+    An op with norm_weight (K,) and eps, where the choice has `norm`: x is normalised first.
     """
     (M, K), N = a.x.shape, a.weight.shape[0]
     residual = getattr(a, "residual", None)
@@ -37,12 +37,12 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
     }
     choice = choose(M, N, K, device)
     template = choice.template
-    if choice.kernel is MATMUL_FEW_ROWS:
+    if choice.kernel is not MATMUL_FEW_ROWS:
+        args["split"] = choice.split
+    if choice.kernel is not MATMUL:
         norm = getattr(a, "norm_weight", None)
         args["norm_weight"], args["eps"] = (0, 0.0) if norm is None else (norm.ptr, a.eps)
         template += (norm is not None,)
-    else:
-        args["split"] = choice.split
     return choice.kernel(a.act, a.y.dtype, *template, silu).launch(
         (choice.blocks,),
         choice.threads,

@@ -35,7 +35,11 @@ _SIGNATURE = (
 )
 MATMUL = Kernel("matmul.cu", "matmul_kernel", f"{_SIGNATURE}, i32 split", pdl=True)
 MATMUL_WIDE = Kernel(
-    "matmul_wide.cu", "matmul_wide_kernel", f"{_SIGNATURE}, i32 split", arch="sm_90a", pdl=True
+    "matmul_wide.cu",
+    "matmul_wide_kernel",
+    f"{_SIGNATURE}, i32 split, ptr norm_weight, f32 eps",
+    arch="sm_90a",
+    pdl=True,
 )
 MATMUL_FEW_ROWS = Kernel(
     "matmul_few_rows.cu",
@@ -57,6 +61,7 @@ TILE_K = 64  # of the tiled kernels
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
+NORM_ROWS = 16  # of the wide tile that can normalise x
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -126,7 +131,8 @@ WIDE_TILES = (
 class Choice(NamedTuple):
     """How a product is launched.
 
-    `template` lacks the element types before it, and after it silu (for few rows norm and silu).
+    `template` lacks the element types before it and silu after it, and before that, for the kernels
+    that can normalise x (all but matmul.cu), whether they do; `norm`: this choice can.
     """
 
     kernel: Kernel
@@ -136,6 +142,7 @@ class Choice(NamedTuple):
     smem: int
     split: int = 1
     pdl: bool = True
+    norm: bool = False
 
 
 def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
@@ -144,11 +151,13 @@ def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
         warps = few_rows_warps(K)
         smem = warps * FEW_ROWS_RING * FEW_ROWS_STEP_BYTES
         template = (8 if M <= 8 else FEW_ROWS_MAX,)
-        return Choice(MATMUL_FEW_ROWS, template, ceil_div(N, FEW_ROWS_COLS), warps * 32, smem)
+        blocks = ceil_div(N, FEW_ROWS_COLS)
+        return Choice(MATMUL_FEW_ROWS, template, blocks, warps * 32, smem, norm=True)
     if device.kernel_path == "hopper":
         tile = _wide_tile(M, N, K, device)
         tiles, split = _tiles(tile, M, N), _split(tile, M, N, K, device)
-        return Choice(MATMUL_WIDE, tile[:3], tiles * split, tile.threads, tile.smem, split)
+        blocks, norm = tiles * split, tile.rows == NORM_ROWS
+        return Choice(MATMUL_WIDE, tile[:3], blocks, tile.threads, tile.smem, split, norm=norm)
     if _has_clusters(device) and SPLIT_TILES[-1].rows >= M:
         small = next(t for t in SPLIT_TILES if t.rows >= M)
         tiles, split = _tiles(small, M, N), _split(small, M, N, K, device)
@@ -165,9 +174,12 @@ def few_rows_warps(K: int) -> int:
 
 
 def _few_rows(M: int, N: int, K: int, device: DeviceInfo) -> bool:
-    """Whether matmul_few_rows.cu wins: it starts fastest, but each row of x slows it."""
+    """Whether matmul_few_rows.cu wins."""
     if _has_clusters(device):
-        return M == 1 or (M <= 8 and N * K <= 1 << 23)
+        # Its blocks are short: they end first after x is there, but hold little in flight. Inside
+        # of a step that decides for the larger products, whose tiles have more weights in shared
+        # memory by the time that x comes; the last one is long enough not to care.
+        return (M <= 8 and N * K <= 1 << 23) or (M == 1 and N * K >= 1 << 27)
     # From 9 rows on it holds half as many loads in flight and wins only where its blocks are all
     # on the SMs at once.
     return M <= 8 or (M <= FEW_ROWS_MAX and ceil_div(N, FEW_ROWS_COLS) <= device.num_sms)

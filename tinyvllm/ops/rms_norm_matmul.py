@@ -6,7 +6,7 @@ from tinyvllm.driver.spec import DeviceInfo, Launch
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.arrays import nbytes
 from tinyvllm.ops.matmul import check_depth, check_gate_up, matmul_cost, matmul_launch
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, choose
+from tinyvllm.ops.matmul_choice import choose
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program
 from tinyvllm.ops.rms_norm import RmsNorm
@@ -25,7 +25,7 @@ class RmsNormMatmul(OpDef):
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         (M, K), N = a.x.shape, a.weight.shape[0]
-        if choose(M, N, K, device).kernel is MATMUL_FEW_ROWS:
+        if choose(M, N, K, device).norm:
             return [matmul_launch(a, device, silu=self.silu)]
         h = DeviceArray(a.scratch, (M, K), a.act)
         norm = Operands(x=a.x, weight=a.norm_weight, y=h, eps=a.eps, act=a.act)
