@@ -114,46 +114,55 @@ __device__ __forceinline__ void store_tile(u32 tile, int rank, int split, const 
                                            int N, int residual_stride, int y_stride, int K = 0,
                                            float eps = 0.0f) {
   static_assert(!NORM || PITCH >= BN + 2);
+  constexpr int kParts = SILU ? 2 : 1;
+  constexpr int kPairs = BN / kParts / 2;  // of columns in a row of the tile
+  const int num_cols = N / kParts;
+  const int num_rows = min(BM, M - row0);
+  const bool pairable = y_stride % 2 == 0 && residual_stride % 2 == 0;
+  const auto row_of = [&](int i) { return rank + i / kPairs * split; };  // in the tile
+  const auto col_of = [&](int i) { return col0 / kParts + i % kPairs * 2; };
+  const auto load_residual = [&](int i) {
+    const int col = col_of(i);
+    if (residual == nullptr || row_of(i) >= num_rows || col >= num_cols) return float2{};
+    const bool both = col + 1 < num_cols;
+    return load2(residual + static_cast<i64>(row0 + row_of(i)) * residual_stride + col, both,
+                 both && pairable);
+  };
+
+  float2 add = load_residual(threadIdx.x);  // always one ahead
   if (split > 1) {
     cluster_sync();
   } else {
     __syncthreads();
   }
-  constexpr int kParts = SILU ? 2 : 1;
-  constexpr int kPairs = BN / kParts / 2;  // of columns in a row of the tile
-  const int num_cols = N / kParts;
-  const int num_rows = min(BM, M - row0);
-  for (int i = threadIdx.x;; i += THREADS) {
-    const int row = rank + i / kPairs * split;
-    if (row >= num_rows) break;
-    const int pair = i % kPairs * 2;
-    const int col = col0 / kParts + pair;
-    if (col >= num_cols) continue;
-    const bool both = col + 1 < num_cols;
-    const bool paired = both && y_stride % 2 == 0 && residual_stride % 2 == 0;
-    const int weight_col = SILU ? pair / 8 * 16 + pair % 8 : pair;  // in the tile
-    const u32 sums = tile + 4 * row * PITCH;
-    float factor = 1.0f;
-    if constexpr (NORM) {
-      factor = rsqrtf(sum_of_ranks(sums + 4 * BN, split).x / static_cast<float>(K) + eps);
-    }
-    float2 v[kParts];
-#pragma unroll
-    for (int part = 0; part < kParts; part++) {
-      v[part] = sum_of_ranks(sums + 4 * (weight_col + part * 8), split);
-      v[part] = {v[part].x * factor, v[part].y * factor};
-      if (bias != nullptr) {
-        const float2 add = load2(bias + col0 + weight_col + part * 8, both, both);
-        v[part] = {v[part].x + add.x, v[part].y + add.y};
+  for (int i = threadIdx.x; row_of(i) < num_rows; i += THREADS) {
+    const int row = row_of(i);
+    const int col = col_of(i);
+    const float2 next_add = load_residual(i + THREADS);
+    if (col < num_cols) {
+      const bool both = col + 1 < num_cols;
+      const int pair = i % kPairs * 2;
+      const int weight_col = SILU ? pair / 8 * 16 + pair % 8 : pair;  // in the tile
+      const u32 sums = tile + 4 * row * PITCH;
+      float factor = 1.0f;
+      if constexpr (NORM) {
+        factor = rsqrtf(sum_of_ranks(sums + 4 * BN, split).x / static_cast<float>(K) + eps);
       }
+      float2 v[kParts];
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        v[part] = sum_of_ranks(sums + 4 * (weight_col + part * 8), split);
+        v[part] = {v[part].x * factor, v[part].y * factor};
+        if (bias != nullptr) {
+          const float2 offset = load2(bias + col0 + weight_col + part * 8, both, both);
+          v[part] = {v[part].x + offset.x, v[part].y + offset.y};
+        }
+      }
+      if constexpr (SILU) v[0] = {silu(v[0].x) * v[1].x, silu(v[0].y) * v[1].y};
+      store2(y + static_cast<i64>(row0 + row) * y_stride + col,
+             make_float2(v[0].x + add.x, v[0].y + add.y), both, both && pairable);
     }
-    if constexpr (SILU) v[0] = {silu(v[0].x) * v[1].x, silu(v[0].y) * v[1].y};
-    if (residual != nullptr) {
-      const float2 add =
-          load2(residual + static_cast<i64>(row0 + row) * residual_stride + col, both, paired);
-      v[0] = {v[0].x + add.x, v[0].y + add.y};
-    }
-    store2(y + static_cast<i64>(row0 + row) * y_stride + col, v[0], both, paired);
+    add = next_add;
   }
   if (split > 1) cluster_sync();  // a block's shared memory lives while others read it
 }
