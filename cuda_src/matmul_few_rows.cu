@@ -5,7 +5,7 @@
 // Silu: weight rows are interleaved by 8 (8 gate rows, their 8 up rows, ...), y is [M, N / 2].
 // Norm: x stands for x * rsqrt(mean(x^2) + eps) * norm_weight. The row's factor does not depend on
 // k, so the product is taken of x * norm_weight, and its sums are scaled at the end: nothing waits
-// for the mean. (In half, x * norm_weight must so stay finite.)
+// for the mean. (In half, x * norm_weight must so stay finite.) There is no residual then.
 //
 // Bound: the weights are read from memory exactly once, 2 N K bytes. A block owns 16 weight rows;
 // its warps split K into equal runs of 32-element steps, so that a block reads one contiguous
@@ -54,12 +54,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
 
   // Rows beyond N or M repeat the last one and are not stored.
   const T* const low_row = weight + static_cast<i64>(min(col0 + group, N - 1)) * K;
-  const T* const high_row = weight + static_cast<i64>(min(col0 + group + 8, N - 1)) * K;
-  const T* x_row[kTiles];
+  const int high_row = (min(col0 + group + 8, N - 1) - min(col0 + group, N - 1)) * K;  // from there
+  int x_row[kTiles];  // its first element; an int, as registers are short
 #pragma unroll
-  for (int t = 0; t < kTiles; t++) {
-    x_row[t] = x + static_cast<i64>(min(t * 8 + group, M - 1)) * x_stride;
-  }
+  for (int t = 0; t < kTiles; t++) x_row[t] = min(t * 8 + group, M - 1) * x_stride;
   const auto column = [&](int step) { return step * kStepK + pair * 8; };
   const auto is_valid = [&](int step) { return step < last && column(step) < K; };
 
@@ -69,7 +67,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     const int k = valid ? column(step) : 0;
     const u32 dst = smem_address(queue + slot * kStepBytes);
     cp_async_16(dst, low_row + k, valid);
-    cp_async_16(dst + kStepBytes / 2, high_row + k, valid);
+    cp_async_16(dst + kStepBytes / 2, low_row + high_row + k, valid);
     cp_async_commit();
   };
 
@@ -86,20 +84,24 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
   };
   // The residual of this thread's result number i, zero without one.
   const auto load_residual = [&](int i) {
-    if (residual == nullptr || !is_result(i)) return 0.0f;
+    if (NORM || SILU || residual == nullptr || !is_result(i)) return 0.0f;
     const i64 row = i / kOutCols;
     return to_float(residual[row * residual_stride + blockIdx.x * kOutCols + i % kOutCols]);
   };
   float add = load_residual(threadIdx.x);  // on its way together with x
   for (int step = first; step < last; step += kRing) {
     uint4 x_part[kRing][kTiles];
-    uint4 norm_part[kRing];
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
       const int k = is_valid(step + i) ? column(step + i) : 0;
 #pragma unroll
-      for (int t = 0; t < kTiles; t++) x_part[i][t] = load_16(x_row[t] + k);
-      if constexpr (NORM) norm_part[i] = load_16(norm_weight + k);
+      for (int t = 0; t < kTiles; t++) x_part[i][t] = load_16(x + x_row[t] + k);
+    }
+    // The norm's weights of all these steps, each held by one lane (and its neighbour by 16).
+    uint4 norm_part = {};
+    if constexpr (NORM) {
+      const int k = step * kStepK + lane % (kRing * 4) * 8;
+      norm_part = load_16(norm_weight + (k < K ? k : 0));
     }
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
 #pragma unroll
       for (int t = 0; t < kTiles; t++) {
         uint4 b = valid ? x_part[i][t] : uint4{};
-        if constexpr (NORM) b = weighted<T>(b, norm_part[i], squares[t]);
+        if constexpr (NORM) b = weighted<T>(b, from_lane(norm_part, i * 4 + pair), squares[t]);
         mma_m16n8k16<T>(sum[t], a0, b.x, b.y);
         mma_m16n8k16<T>(sum[t], a1, b.z, b.w);
       }

@@ -26,3 +26,9 @@ __device__ __forceinline__ uint4 weighted(uint4 x, uint4 weight, float& squares)
   }
   return x;
 }
+
+// The 16 bytes that another lane of the warp holds.
+__device__ __forceinline__ uint4 from_lane(uint4 v, int lane) {
+  return {__shfl_sync(kFullMask, v.x, lane), __shfl_sync(kFullMask, v.y, lane),
+          __shfl_sync(kFullMask, v.z, lane), __shfl_sync(kFullMask, v.w, lane)};
+}

@@ -20,6 +20,7 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
     """
     (M, K), N = a.x.shape, a.weight.shape[0]
     residual = getattr(a, "residual", None)
+    assert residual is None or not (silu or hasattr(a, "norm_weight"))
     assert a.x.ptr % 16 == 0 and a.x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
     assert all(o is None or o.ptr % (2 * o.dtype.itemsize) == 0 for o in (a.bias, residual, a.y))
     args: dict[str, Any] = {
