@@ -117,6 +117,6 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, 2)
       }
     }
   }
-  store_tile<T, Out, BM, BN, kPitch, kThreads, false, SILU>(
+  store_tile<T, Out, BM, BN, kPitch, kThreads, SILU>(
       stages, rank, split, bias, residual, y, row0, col0, M, N, residual_stride, y_stride);
 }

@@ -3,9 +3,6 @@
 // x [M, K] with row stride, weight [N, K] contiguous, bias [N], residual and y [M, N] with row
 // strides; absent operands are null. K is a multiple of 8, rows of x and weight start on 16 bytes.
 // Silu: weight rows are interleaved by 8 (8 gate rows, their 8 up rows, ...), y is [M, N / 2].
-// Norm: x stands for x * rsqrt(mean(x^2) + eps) * norm_weight. The row's factor does not depend on
-// k, so the product is taken of x * norm_weight, and its sums are scaled at the end: nothing waits
-// for the mean. (In half, x * norm_weight must so stay finite.) There is no residual then.
 //
 // Bound: the weights are read from memory exactly once, 2 N K bytes. A block owns 16 weight rows;
 // its warps split K into equal runs of 32-element steps, so that a block reads one contiguous
@@ -20,7 +17,6 @@
 // sum depends on K alone, not on M or ROWS.
 #include "activation.cuh"
 #include "mma.cuh"
-#include "weighted.cuh"
 
 constexpr int kTileCols = 16;  // weight rows (columns of y) of a block
 constexpr int kMaxWarps = 16;
@@ -29,17 +25,24 @@ constexpr int kRing = 4;  // steps whose weights a warp has in flight
 constexpr int kStepBytes = 2 * 16 * kWarpSize;  // of weights
 constexpr int kPitch = 20;  // of a row of partial sums: the lanes of a fragment hit all banks once
 
-template <typename T, typename Out, int ROWS, bool NORM, bool SILU>
+// Volatile, so that it stays ahead of the waits for weights that follow it.
+__device__ __forceinline__ uint4 load_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+template <typename T, typename Out, int ROWS, bool SILU>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     matmul_few_rows_kernel(const T* x, const T* __restrict__ weight,
                            const T* __restrict__ bias, const T* residual, Out* y, int M, int N,
-                           int K, int x_stride, int residual_stride, int y_stride,
-                           const T* __restrict__ norm_weight, float eps) {
+                           int K, int x_stride, int residual_stride, int y_stride) {
   start_next();
   constexpr int kTiles = ROWS / 8;  // n8 fragments
   extern __shared__ __align__(128) u8 queues[];  // [warp][kRing][2][lane] of 16 bytes
   __shared__ float partial[kMaxWarps][ROWS][kPitch];
-  __shared__ float partial_squares[NORM ? kMaxWarps : 1][ROWS];
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int num_warps = blockDim.x / kWarpSize;
@@ -72,7 +75,6 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
   };
 
   float sum[kTiles][4] = {};
-  float squares[kTiles] = {};
 #pragma unroll
   for (int i = 0; i < kRing; i++) load_weights(first + i, i);
   wait_for_previous();
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
   };
   // The residual of this thread's result number i, zero without one.
   const auto load_residual = [&](int i) {
-    if (NORM || SILU || residual == nullptr || !is_result(i)) return 0.0f;
+    if (SILU || residual == nullptr || !is_result(i)) return 0.0f;
     const i64 row = i / kOutCols;
     return to_float(residual[row * residual_stride + blockIdx.x * kOutCols + i % kOutCols]);
   };
@@ -97,12 +99,6 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
 #pragma unroll
       for (int t = 0; t < kTiles; t++) x_part[i][t] = load_16(x + x_row[t] + k);
     }
-    // The norm's weights of all these steps, each held by one lane (and its neighbour by 16).
-    uint4 norm_part = {};
-    if constexpr (NORM) {
-      const int k = step * kStepK + lane % (kRing * 4) * 8;
-      norm_part = load_16(norm_weight + (k < K ? k : 0));
-    }
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
       cp_async_wait<kRing - 1>();  // a lane reads only what it copied itself: no barrier
@@ -114,8 +110,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
       const bool valid = is_valid(step + i);
 #pragma unroll
       for (int t = 0; t < kTiles; t++) {
-        uint4 b = valid ? x_part[i][t] : uint4{};
-        if constexpr (NORM) b = weighted<T>(b, from_lane(norm_part, i * 4 + pair), squares[t]);
+        const uint4 b = valid ? x_part[i][t] : uint4{};
         mma_m16n8k16<T>(sum[t], a0, b.x, b.y);
         mma_m16n8k16<T>(sum[t], a1, b.z, b.w);
       }
@@ -130,22 +125,12 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     partial[warp][row + 1][group] = sum[t][1];
     partial[warp][row][group + 8] = sum[t][2];
     partial[warp][row + 1][group + 8] = sum[t][3];
-    if constexpr (NORM) {
-      squares[t] += __shfl_xor_sync(kFullMask, squares[t], 1);
-      squares[t] += __shfl_xor_sync(kFullMask, squares[t], 2);
-      if (pair == 0) partial_squares[warp][t * 8 + group] = squares[t];
-    }
   }
   __syncthreads();
 
   const auto total = [&](int row, int col) {
     float value = 0.0f;
     for (int w = 0; w < num_warps; w++) value += partial[w][row][col];
-    if constexpr (NORM) {
-      float mean = 0.0f;
-      for (int w = 0; w < num_warps; w++) mean += partial_squares[w][row];
-      value *= rsqrtf(mean / static_cast<float>(K) + eps);
-    }
     return bias != nullptr ? value + to_float(bias[col0 + col]) : value;
   };
   for (int i = threadIdx.x; i < M * kOutCols; i += blockDim.x) {

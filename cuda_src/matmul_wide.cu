@@ -5,20 +5,16 @@
 // elements of K run through STAGES buffers in shared memory, filled ahead by cp.async, multiplied
 // from there by wgmma. `split` blocks of a cluster share out K, so that every SM streams weights
 // also where a product has few tiles, and add up their sums at the end.
-// Norm (few rows only): as in matmul_few_rows.cu; each thread puts the norm's weight on the 16
-// bytes of x that it has copied itself, before the tile is multiplied.
 //
 // Bound: up to some 128 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
 #include "matmul_tile.cuh"
-#include "weighted.cuh"
 #include "wgmma.cuh"
 
-template <typename T, typename Out, int BM, int WARPGROUPS, int STAGES, bool NORM, bool SILU>
+template <typename T, typename Out, int BM, int WARPGROUPS, int STAGES, bool SILU>
 __global__ void __launch_bounds__(128 * WARPGROUPS, BM >= 128 ? 1 : 2)
     matmul_wide_kernel(const T* x, const T* __restrict__ weight, const T* __restrict__ bias,
                        const T* residual, Out* y, int M, int N, int K, int x_stride,
-                       int residual_stride, int y_stride, int split,
-                       const T* __restrict__ norm_weight, float eps) {
+                       int residual_stride, int y_stride, int split) {
   start_next();
   constexpr int kThreads = 128 * WARPGROUPS;
   constexpr int kCols = 64 * WARPGROUPS;  // weight rows of a tile
@@ -31,7 +27,6 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, BM >= 128 ? 1 : 2)
   // buffer that is filled meanwhile is then that of the tile before.
   constexpr int kRunning = BM >= 128 ? 1 : 0;
   constexpr int kAhead = STAGES - 1 - kRunning;
-  static_assert(!NORM || BM * kChunks == kThreads, "a thread copies one chunk of x a tile");
   static_assert(kAhead >= 2 && BM * kPitch * sizeof(float) <= STAGES * kStageBytes);
 
   extern __shared__ __align__(1024) u8 shared[];  // STAGES x (weight tile, x tile)
@@ -53,18 +48,9 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, BM >= 128 ? 1 : 2)
     if (t < last) load_tile<T, BM, kThreads>(dst, x, row0, M, x_stride, t * kTileK, K);
   };
 
-  const int row = threadIdx.x / kChunks;  // of the tile of x, and chunk of it, that norm works on
-  const int chunk = threadIdx.x % kChunks;
-  const auto load_norm = [&](int t) {
-    const int k = t * kTileK + chunk * kChunk;
-    return t < last && k < K ? load_16(norm_weight + k) : uint4{};
-  };
-
   // The first weights are on their way before the kernel that makes x has ended.
 #pragma unroll
   for (int t = 0; t < kAhead; t++) load_weight(first + t);
-  uint4 norm_part = {};
-  if constexpr (NORM) norm_part = load_norm(first);
   wait_for_previous();
 #pragma unroll
   for (int t = 0; t < kAhead; t++) {
@@ -73,15 +59,9 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, BM >= 128 ? 1 : 2)
   }
 
   float sum[kParts][kInstrM / 2] = {};
-  float squares = 0.0f;
   const int warpgroup = threadIdx.x / 128;
   for (int t = first; t < last; t++) {
     cp_async_wait<kAhead - 1>();
-    if constexpr (NORM) {
-      const u32 mine = stage(t) + kXOffset + 16 * swizzled_chunk<kChunks>(row, chunk);
-      store_shared(mine, weighted<T>(load_shared_16(mine), norm_part, squares));
-      norm_part = load_norm(t + 1);
-    }
     fence_for_wgmma();
     // Tile t is there for all; all have waited for the products of tile t - 1 - kRunning.
     __syncthreads();
@@ -112,18 +92,11 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, BM >= 128 ? 1 : 2)
   for (int part = 0; part < kParts; part++) {
 #pragma unroll
     for (int i = 0; i < kInstrM / 2; i++) {
-      const int x_row = part * kInstrM + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const int row = part * kInstrM + i / 4 * 8 + lane % 4 * 2 + i % 2;
       const int col = warp * 16 + lane / 4 + i / 2 % 2 * 8;
-      store_shared(stages + 4 * (x_row * kPitch + col), sum[part][i]);
+      store_shared(stages + 4 * (row * kPitch + col), sum[part][i]);
     }
   }
-  if constexpr (NORM) {
-#pragma unroll
-    for (int offset = 1; offset < kChunks; offset *= 2) {
-      squares += __shfl_xor_sync(kFullMask, squares, offset);
-    }
-    if (chunk == 0) store_shared(stages + 4 * (row * kPitch + kCols), squares);
-  }
-  store_tile<T, Out, BM, kCols, kPitch, kThreads, NORM, SILU>(
-      stages, rank, split, bias, residual, y, row0, col0, M, N, residual_stride, y_stride, K, eps);
+  store_tile<T, Out, BM, kCols, kPitch, kThreads, SILU>(
+      stages, rank, split, bias, residual, y, row0, col0, M, N, residual_stride, y_stride);
 }

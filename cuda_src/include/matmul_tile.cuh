@@ -53,21 +53,6 @@ __device__ __forceinline__ void store_shared(u32 address, float2 v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared_16(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 __device__ __forceinline__ float2 load_shared_2(u32 address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
@@ -106,14 +91,11 @@ __device__ __forceinline__ float2 sum_of_ranks(u32 address, int split) {
 
 // Stores the results of a tile whose BM x BN partial sums (rows of x, weight rows, PITCH floats a
 // row) lie at the same shared address in all `split` blocks of the cluster; each block takes every
-// split-th row. The tile begins at row0 of x and col0 of weight. With NORM the sum of squares of a
-// row of x follows its BN sums, and they are scaled by rsqrt(squares / K + eps).
-template <typename T, typename Out, int BM, int BN, int PITCH, int THREADS, bool NORM, bool SILU>
+// split-th row. The tile begins at row0 of x and col0 of weight.
+template <typename T, typename Out, int BM, int BN, int PITCH, int THREADS, bool SILU>
 __device__ __forceinline__ void store_tile(u32 tile, int rank, int split, const T* bias,
                                            const T* residual, Out* y, int row0, int col0, int M,
-                                           int N, int residual_stride, int y_stride, int K = 0,
-                                           float eps = 0.0f) {
-  static_assert(!NORM || PITCH >= BN + 2);
+                                           int N, int residual_stride, int y_stride) {
   constexpr int kParts = SILU ? 2 : 1;
   constexpr int kPairs = BN / kParts / 2;  // of columns in a row of the tile
   const int num_cols = N / kParts;
@@ -143,16 +125,10 @@ __device__ __forceinline__ void store_tile(u32 tile, int rank, int split, const 
       const bool both = col + 1 < num_cols;
       const int pair = i % kPairs * 2;
       const int weight_col = SILU ? pair / 8 * 16 + pair % 8 : pair;  // in the tile
-      const u32 sums = tile + 4 * row * PITCH;
-      float factor = 1.0f;
-      if constexpr (NORM) {
-        factor = rsqrtf(sum_of_ranks(sums + 4 * BN, split).x / static_cast<float>(K) + eps);
-      }
       float2 v[kParts];
 #pragma unroll
       for (int part = 0; part < kParts; part++) {
-        v[part] = sum_of_ranks(sums + 4 * (weight_col + part * 8), split);
-        v[part] = {v[part].x * factor, v[part].y * factor};
+        v[part] = sum_of_ranks(tile + 4 * (row * PITCH + weight_col + part * 8), split);
         if (bias != nullptr) {
           const float2 offset = load2(bias + col0 + weight_col + part * 8, both, both);
           v[part] = {v[part].x + offset.x, v[part].y + offset.y};

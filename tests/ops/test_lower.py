@@ -11,7 +11,6 @@ from tinyvllm.ops.lower import (
     GATE_UP_INTERLEAVE,
     RULES,
     fuse_matmul_add,
-    fuse_rms_norm_matmul,
     fuse_rope_kv_write,
     fuse_silu_mul,
     lower,
@@ -328,54 +327,3 @@ def test_product_added_to_itself_stays(only):
     d = linear(p, "d")
     p.emit("add", "y", a=d, b=d, out_kind=OUTPUT)
     assert kinds(only(p, fuse_matmul_add)) == ["matmul", "add"]
-
-
-# Norms.
-
-
-def normed(silu=False, merged=False, read_again=False, out_kind="temp"):
-    p = new_program()
-    h = p.emit("rms_norm", "h", x="x", weight=p.weight("norm", K), eps=1e-5, out_kind=out_kind)
-    gate = linear(p, "gate", INNER, h, out_kind="temp" if silu or merged else OUTPUT)
-    if silu or merged:
-        up = linear(p, "up", INNER, h)
-        kind, names = ("silu_mul", ("gate", "up")) if silu else ("add", ("a", "b"))
-        p.emit(kind, "y", **dict(zip(names, (gate, up), strict=True)), out_kind=OUTPUT)
-    if read_again:
-        p.emit("add", "hh", a=h, b=h, out_kind=OUTPUT)
-    return p
-
-
-@pytest.mark.parametrize(
-    "options, kind, parts",
-    [
-        ({}, "matmul", ["matmul"]),
-        ({"merged": True}, "matmul", ["matmul", "matmul"]),
-        ({"silu": True}, "matmul_silu_mul", ["matmul", "matmul", "silu_mul"]),
-    ],
-)
-def test_norm_joins_the_product_that_reads_it(only, options, kind, parts):
-    p = normed(**options)
-    lowered = only(p, fuse_silu_mul, merge_qkv, fuse_rms_norm_matmul)
-    assert kinds(lowered)[0] == f"rms_norm_{kind}"
-    op = lowered.ops[0]
-    assert (op.operands["x"], op.operands["norm_weight"]) == ("x", "norm")
-    assert op.attrs == {"eps": 1e-5}
-    assert [part.kind for part in op.parts] == ["rms_norm", *parts]
-    assert "h" not in lowered.buffers
-    check_equal(p, lowered)
-
-
-@pytest.mark.parametrize("options", [{"read_again": True}, {"out_kind": OUTPUT}, {"merged": True}])
-def test_norm_that_something_else_reads_stays(only, options):
-    p = normed(**options)
-    assert kinds(only(p, fuse_rms_norm_matmul)) == kinds(p)
-
-
-def test_norm_before_something_else_stays(only):
-    p = new_program()
-    p.weight("norm", K)
-    h = p.emit("rms_norm", "h", x="x", weight="norm", eps=1e-5)
-    p.emit("add", "y", a="x2", b=h, out_kind=OUTPUT)
-    p.emit("rms_norm", "last", x="x", weight="norm", eps=1e-5, out_kind=OUTPUT)
-    assert kinds(only(p, fuse_rms_norm_matmul)) == ["rms_norm", "add", "rms_norm"]

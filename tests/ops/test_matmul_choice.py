@@ -64,7 +64,7 @@ def test_split_only_in_clusters_that_all_run_at_once(device):
 @pytest.mark.parametrize(
     "M, N, K, tile, split",
     [
-        (1, 2048, 8192, (16, 64), 5),
+        (3, 2048, 8192, (16, 64), 5),
         (8, 16384, 2048, (16, 64), 1),
         (16, 3072, 2048, (16, 64), 4),
         (32, 2048, 2048, (32, 64), 4),
@@ -105,13 +105,13 @@ def test_few_rows_kernel_where_it_was_measured_to_win():
     few = {
         (name, M, N): choose(M, N, 2048, device).kernel is MATMUL_FEW_ROWS
         for name, device in (("hopper", H200), ("portable", PORTABLE), ("a100", A100))
-        for M in (1, 2, 8, 9, 17)
+        for M in (1, 2, 3, 8, 9, 17)
         for N in (2048, 16384, 128256)
     }
     for name in ("hopper", "portable"):
-        assert [few[name, M, 2048] for M in (1, 2, 8, 9, 17)] == [True, True, True, False, False]
-        assert not any(few[name, M, 16384] for M in (1, 2, 8, 9))
-        assert [few[name, M, 128256] for M in (1, 2, 8, 9)] == [True, False, False, False]
+        assert [M for M in (1, 2, 3, 8, 9, 17) if few[name, M, 2048]] == [1, 2, 3, 8]
+        for N in (16384, 128256):
+            assert [M for M in (1, 2, 3, 8, 9, 17) if few[name, M, N]] == [1, 2]
     # Without clusters at 9 to 16 rows too, where its blocks are all on the SMs at once.
     assert [few["a100", M, 16384] for M in (1, 8, 9)] == [True, True, False]
     assert choose(16, 1536, 2048, A100).kernel is MATMUL_FEW_ROWS

@@ -8,19 +8,16 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Launch
-from tinyvllm.ops.matmul_choice import MATMUL, MATMUL_FEW_ROWS, choose
+from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, choose
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program
 
 
 def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Launch:
-    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual.
-
-    An op with norm_weight (K,) and eps, where the choice has `norm`: x is normalised first.
-    """
+    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual."""
     (M, K), N = a.x.shape, a.weight.shape[0]
     residual = getattr(a, "residual", None)
-    assert residual is None or not (silu or hasattr(a, "norm_weight"))
+    assert residual is None or not silu
     assert a.x.ptr % 16 == 0 and a.x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
     assert all(o is None or o.ptr % (2 * o.dtype.itemsize) == 0 for o in (a.bias, residual, a.y))
     args: dict[str, Any] = {
@@ -37,14 +34,9 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
         "y_stride": a.y.row_stride,
     }
     choice = choose(M, N, K, device)
-    template = choice.template
     if choice.kernel is not MATMUL_FEW_ROWS:
         args["split"] = choice.split
-    if choice.kernel is not MATMUL:
-        norm = getattr(a, "norm_weight", None)
-        args["norm_weight"], args["eps"] = (0, 0.0) if norm is None else (norm.ptr, a.eps)
-        template += (norm is not None,)
-    return choice.kernel(a.act, a.y.dtype, *template, silu).launch(
+    return choice.kernel(a.act, a.y.dtype, *choice.template, silu).launch(
         (choice.blocks,),
         choice.threads,
         smem=choice.smem,
@@ -66,17 +58,6 @@ def check_depth(program: Program, op: Op) -> None:
     K = program.shape_of(op.operands["weight"])[1]
     if not isinstance(K, int) or K % 8:
         raise ValueError(f"{op.kind}: K={K} must be a multiple of 8")
-
-
-def check_gate_up(program: Program, op: Op) -> None:
-    """ValueError unless the weight has a gate and an up row for each column, in groups of 8."""
-    rows = program.shape_of(op.operands["weight"])[0]
-    cols = program.shape_of(op.operands["y"])[1]
-    if not isinstance(cols, int) or rows != 2 * cols or cols % 8:
-        raise ValueError(
-            f"{op.kind}: {rows} weight rows for {cols} columns: must be twice "
-            "as many, and columns a multiple of 8"
-        )
 
 
 class Matmul(OpDef):
@@ -151,4 +132,10 @@ class MatmulSiluMul(OpDef):
     def check(self, program: Program, op: Op) -> None:
         super().check(program, op)
         check_depth(program, op)
-        check_gate_up(program, op)
+        rows = program.shape_of(op.operands["weight"])[0]
+        cols = program.shape_of(op.operands["y"])[1]
+        if not isinstance(cols, int) or rows != 2 * cols or cols % 8:
+            raise ValueError(
+                f"{self.name}: {rows} weight rows for {cols} columns: must be twice "
+                "as many, and columns a multiple of 8"
+            )

@@ -17,6 +17,11 @@ matmul.cu (t) with K split over s blocks:
     128  w128x128/4 8.7  w128x64/3 7.9   w128x128 22.7       w128x64/3 16.8  w128x128 180
     256  w128x128/2 12.7 w128x128/3 10.1 w256x128 36.8       w128x128/3 22.5 w256x128 294
 
+Whole decode steps of that model (ms, context 256) decide, as a product's weights are loaded while
+the kernel before it ends. With `few` for all products / only for those of at most 2^23 weights, the
+others wide: 1 row 0.863 / 0.889 (the head by `few` in both), 2 rows 0.875 / 0.881, 4 rows 0.901 /
+0.878, 8 rows 0.927 / 0.879.
+
 Without the split, a wave of fewer blocks than SMs has too few loads in flight: at M = 32 down
 takes 21.8 us. Clusters that fill the SMs to the last one wait for each other's places: t16x64/8
 takes 13.8 us for down, w128x64/4 25.5.
@@ -35,18 +40,9 @@ _SIGNATURE = (
 )
 MATMUL = Kernel("matmul.cu", "matmul_kernel", f"{_SIGNATURE}, i32 split", pdl=True)
 MATMUL_WIDE = Kernel(
-    "matmul_wide.cu",
-    "matmul_wide_kernel",
-    f"{_SIGNATURE}, i32 split, ptr norm_weight, f32 eps",
-    arch="sm_90a",
-    pdl=True,
+    "matmul_wide.cu", "matmul_wide_kernel", f"{_SIGNATURE}, i32 split", arch="sm_90a", pdl=True
 )
-MATMUL_FEW_ROWS = Kernel(
-    "matmul_few_rows.cu",
-    "matmul_few_rows_kernel",
-    f"{_SIGNATURE}, ptr norm_weight, f32 eps",
-    pdl=True,
-)
+MATMUL_FEW_ROWS = Kernel("matmul_few_rows.cu", "matmul_few_rows_kernel", _SIGNATURE, pdl=True)
 
 # Constants of matmul_few_rows.cu: columns of y in a block, elements of K in a step, steps whose
 # weights a warp has in flight and their bytes, most warps in a block.
@@ -61,7 +57,6 @@ TILE_K = 64  # of the tiled kernels
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
-NORM_ROWS = 16  # of the wide tile that can normalise x
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -129,11 +124,7 @@ WIDE_TILES = (
 
 
 class Choice(NamedTuple):
-    """How a product is launched.
-
-    `template` lacks the element types before it and silu after it, and before that, for the kernels
-    that can normalise x (all but matmul.cu), whether they do; `norm`: this choice can.
-    """
+    """How a product is launched; `template` lacks the element types before and silu after it."""
 
     kernel: Kernel
     template: tuple[int, ...]
@@ -142,7 +133,6 @@ class Choice(NamedTuple):
     smem: int
     split: int = 1
     pdl: bool = True
-    norm: bool = False
 
 
 def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
@@ -151,13 +141,11 @@ def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
         warps = few_rows_warps(K)
         smem = warps * FEW_ROWS_RING * FEW_ROWS_STEP_BYTES
         template = (8 if M <= 8 else FEW_ROWS_MAX,)
-        blocks = ceil_div(N, FEW_ROWS_COLS)
-        return Choice(MATMUL_FEW_ROWS, template, blocks, warps * 32, smem, norm=True)
+        return Choice(MATMUL_FEW_ROWS, template, ceil_div(N, FEW_ROWS_COLS), warps * 32, smem)
     if device.kernel_path == "hopper":
         tile = _wide_tile(M, N, K, device)
         tiles, split = _tiles(tile, M, N), _split(tile, M, N, K, device)
-        blocks, norm = tiles * split, tile.rows == NORM_ROWS
-        return Choice(MATMUL_WIDE, tile[:3], blocks, tile.threads, tile.smem, split, norm=norm)
+        return Choice(MATMUL_WIDE, tile[:3], tiles * split, tile.threads, tile.smem, split)
     if _has_clusters(device) and SPLIT_TILES[-1].rows >= M:
         small = next(t for t in SPLIT_TILES if t.rows >= M)
         tiles, split = _tiles(small, M, N), _split(small, M, N, K, device)
@@ -176,10 +164,9 @@ def few_rows_warps(K: int) -> int:
 def _few_rows(M: int, N: int, K: int, device: DeviceInfo) -> bool:
     """Whether matmul_few_rows.cu wins."""
     if _has_clusters(device):
-        # Its blocks are short: they end first after x is there, but hold little in flight. Inside
-        # of a step that decides for the larger products, whose tiles have more weights in shared
-        # memory by the time that x comes; the last one is long enough not to care.
-        return (M <= 8 and N * K <= 1 << 23) or (M == 1 and N * K >= 1 << 27)
+        # Its blocks are short and end soon after x is there, but each row of x slows them: from 3
+        # rows on the larger products are faster in tiles.
+        return M <= 2 or (M <= 8 and N * K <= 1 << 23)
     # From 9 rows on it holds half as many loads in flight and wins only where its blocks are all
     # on the SMs at once.
     return M <= 8 or (M <= FEW_ROWS_MAX and ceil_div(N, FEW_ROWS_COLS) <= device.num_sms)
