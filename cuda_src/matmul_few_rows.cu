@@ -57,12 +57,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
 
   // Rows beyond N or M repeat the last one and are not stored.
   const T* const low_row = weight + static_cast<i64>(min(col0 + group, N - 1)) * K;
-  const T* const high_row = weight + static_cast<i64>(min(col0 + group + 8, N - 1)) * K;
-  const T* x_row[kTiles];
+  const int high_row = (min(col0 + group + 8, N - 1) - min(col0 + group, N - 1)) * K;  // from there
+  int x_row[kTiles];  // its first element; an int, as registers are short
 #pragma unroll
-  for (int t = 0; t < kTiles; t++) {
-    x_row[t] = x + static_cast<i64>(min(t * 8 + group, M - 1)) * x_stride;
-  }
+  for (int t = 0; t < kTiles; t++) x_row[t] = min(t * 8 + group, M - 1) * x_stride;
   const auto column = [&](int step) { return step * kStepK + pair * 8; };
   const auto is_valid = [&](int step) { return step < last && column(step) < K; };
 
@@ -72,7 +70,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     const int k = valid ? column(step) : 0;
     const u32 dst = smem_address(queue + slot * kStepBytes);
     cp_async_16(dst, low_row + k, valid);
-    cp_async_16(dst + kStepBytes / 2, high_row + k, valid);
+    cp_async_16(dst + kStepBytes / 2, low_row + high_row + k, valid);
     cp_async_commit();
   };
 
@@ -80,13 +78,26 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
 #pragma unroll
   for (int i = 0; i < kRing; i++) load_weights(first + i, i);
   wait_for_previous();
+
+  constexpr int kOutCols = SILU ? kTileCols / 2 : kTileCols;
+  const int num_cols = SILU ? N / 2 : N;
+  const auto is_result = [&](int i) {
+    return i < M * kOutCols && blockIdx.x * kOutCols + i % kOutCols < num_cols;
+  };
+  // The residual of this thread's result number i, zero without one.
+  const auto load_residual = [&](int i) {
+    if (SILU || residual == nullptr || !is_result(i)) return 0.0f;
+    const i64 row = i / kOutCols;
+    return to_float(residual[row * residual_stride + blockIdx.x * kOutCols + i % kOutCols]);
+  };
+  float add = load_residual(threadIdx.x);  // on its way together with x
   for (int step = first; step < last; step += kRing) {
     uint4 x_part[kRing][kTiles];
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
       const int k = is_valid(step + i) ? column(step + i) : 0;
 #pragma unroll
-      for (int t = 0; t < kTiles; t++) x_part[i][t] = load_16(x_row[t] + k);
+      for (int t = 0; t < kTiles; t++) x_part[i][t] = load_16(x + x_row[t] + k);
     }
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
@@ -122,18 +133,15 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? 2 : 1)
     for (int w = 0; w < num_warps; w++) value += partial[w][row][col];
     return bias != nullptr ? value + to_float(bias[col0 + col]) : value;
   };
-  constexpr int kOutCols = SILU ? kTileCols / 2 : kTileCols;
-  const int num_cols = SILU ? N / 2 : N;
   for (int i = threadIdx.x; i < M * kOutCols; i += blockDim.x) {
     const int row = i / kOutCols;
     const int col = i % kOutCols;
-    const int out_col = blockIdx.x * kOutCols + col;
-    if (out_col >= num_cols) continue;
-    float value = total(row, col);
-    if constexpr (SILU) value = silu(value) * total(row, col + 8);
-    if (residual != nullptr) {
-      value += to_float(residual[static_cast<i64>(row) * residual_stride + out_col]);
+    if (is_result(i)) {
+      float value = total(row, col);
+      if constexpr (SILU) value = silu(value) * total(row, col + 8);
+      y[static_cast<i64>(row) * y_stride + blockIdx.x * kOutCols + col] =
+          from_float<Out>(value + add);
     }
-    y[static_cast<i64>(row) * y_stride + out_col] = from_float<Out>(value);
+    add = load_residual(i + blockDim.x);
   }
 }

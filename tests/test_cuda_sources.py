@@ -98,14 +98,23 @@ def source_of(kernel):
     return match["params"], text[start:end]
 
 
+LAMBDA = re.compile(r"const auto (\w+) = \[&\]\([^)]*\) \{(.*?)\};", re.S)
+
+
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.pdl], ids=lambda k: k.entry)
 def test_kernels_that_start_early_keep_the_rules(kernel):
-    """Of programmatic dependent launch: every thread waits, nothing mutable is __restrict__."""
+    """Of programmatic dependent launch: every thread waits, before that only constants are read,
+    nothing mutable is __restrict__."""
     params, body = source_of(kernel)
     assert body.count("wait_for_previous();") == 1 and body.count("start_next();") == 1
     before = body[: body.index("wait_for_previous();")]
     assert "return;" not in before, "a thread leaves before the wait"
     assert not re.search(r"\bif \(.*\{", before), "the wait might stand in a branch"
+    mutable = set(re.findall(r"\*\s*(?:__restrict__\s+)?(\w+)", params)) - CONSTANTS
+    for name, inner in LAMBDA.findall(before):
+        if mutable & set(re.findall(r"\w+", inner)):
+            called = LAMBDA.sub("", before)
+            assert f"{name}(" not in called, f"{name} touches {mutable} before the wait"
     restricted = set(re.findall(r"__restrict__\s+(\w+)", params))
     assert restricted <= CONSTANTS
 

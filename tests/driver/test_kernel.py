@@ -73,6 +73,26 @@ def test_launch_beyond_a_limit_is_refused(grid, block, smem, limit):
         _check_limits(launch, LIMITS, 99 * 1024)
 
 
+@pytest.mark.parametrize("cluster", [0, 3, 16])
+def test_cluster_must_divide_the_grid_and_be_small(cluster):
+    launch = KERNEL(64).launch((16,), 64, cluster=cluster, **ARGS)
+    with pytest.raises(InputError, match=f"clusters of {cluster} blocks: must be from 1 to 8"):
+        _check_limits(launch, LIMITS, 99 * 1024)
+
+
+def test_launch_attributes_say_what_the_launch_says():
+    for cluster, pdl in ((1, False), (1, True), (4, False), (4, True)):
+        launch = KERNEL(64).launch((16,), 64, cluster=cluster, **ARGS)
+        config = PreparedLaunch(launch, LIMITS, pdl)._config
+        found = {a.id.name.removeprefix("CU_LAUNCH_ATTRIBUTE_"): a.value for a in config.attrs}
+        assert config.numAttrs == len(found) == (cluster > 1) + pdl
+        if pdl:
+            assert found["PROGRAMMATIC_STREAM_SERIALIZATION"].programmaticStreamSerializationAllowed
+        if cluster > 1:
+            size = found["CLUSTER_DIMENSION"].clusterDim
+            assert (size.x, size.y, size.z) == (4, 1, 1)
+
+
 @pytest.fixture
 def mix(tmp_path):
     (tmp_path / "mix.cu").write_text(MIX)
@@ -123,6 +143,31 @@ def test_running_costs_one_driver_call(mix, loader, out, stream):
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (64, 1, 1)
     assert config.sharedMemBytes == 256
     stream.synchronize()
+
+
+@pytest.mark.gpu
+def test_blocks_of_a_cluster_reach_each_others_shared_memory(device, loader, out, stream, tmp_path):
+    if device.info.compute_capability < (9, 0):
+        pytest.skip("clusters begin with compute capability 9.0")
+    source = """
+    #include "cluster.cuh"
+    __global__ void ring(float* out) {
+      __shared__ float2 mine;
+      mine = {float(blockIdx.x), 0.0f};
+      cluster_sync();
+      const int next = (blockIdx.x + 1) % 4;
+      const u32 address = static_cast<u32>(__cvta_generic_to_shared(&mine));
+      out[2 * blockIdx.x] = load_from_rank(address, next, true).x;
+      out[2 * blockIdx.x + 1] = load_from_rank(address, next, false).x;
+      cluster_sync();
+    }"""
+    (tmp_path / "ring.cu").write_text(source)
+    spec = Kernel(str(tmp_path / "ring.cu"), "ring", "ptr out")()
+    loader.prepare(spec.launch((8,), 1, cluster=4, out=out)).run(stream)
+    values = np.empty((8, 2), np.float32)
+    copy_to_host(values, out, stream)
+    stream.synchronize()
+    assert (values == [[n, 0] for n in (1, 2, 3, 0, 5, 6, 7, 4)]).all()
 
 
 @pytest.mark.gpu

@@ -23,6 +23,8 @@ def test_launch_orders_arguments_and_completes_the_grid():
     launch = SCALE(4).launch((7, 2), 128, smem=64, n=5, x=4096, factor=0.5)
     assert launch.args == (4096, 0.5, 5)
     assert (launch.grid, launch.block, launch.smem) == ((7, 2, 1), 128, 64)
+    assert launch.cluster == 1
+    assert SCALE(4).launch((8,), 128, cluster=4, n=5, x=4096, factor=0.5).cluster == 4
 
 
 @pytest.mark.parametrize("args", [{"x": 1, "factor": 2.0}, {"x": 1, "factor": 2.0, "n": 1, "m": 1}])

@@ -10,7 +10,6 @@ from tinyvllm.model.config import RopeConfig
 from tinyvllm.ops.lower import (
     GATE_UP_INTERLEAVE,
     RULES,
-    fuse_add_rms_norm,
     fuse_matmul_add,
     fuse_rope_kv_write,
     fuse_silu_mul,
@@ -328,25 +327,3 @@ def test_product_added_to_itself_stays(only):
     d = linear(p, "d")
     p.emit("add", "y", a=d, b=d, out_kind=OUTPUT)
     assert kinds(only(p, fuse_matmul_add)) == ["matmul", "add"]
-
-
-def test_add_joins_the_norm_and_the_sum_is_kept(only):
-    p = new_program()
-    p.weight("norm", K)
-    s = p.emit("add", "s", a="x", b="x2")
-    h = p.emit("rms_norm", "h", x=s, weight="norm", eps=1e-5)
-    p.emit("add", "y", a=s, b=h, out_kind=OUTPUT)
-    lowered = only(p, fuse_add_rms_norm)
-    assert kinds(lowered) == ["add_rms_norm", "add"]
-    operands = lowered.ops[0].operands
-    assert (operands["sum"], operands["y"]) == ("s", "h")
-    assert lowered.ops[0].attrs == {"eps": 1e-5}
-    check_equal(p, lowered)
-
-
-def test_a_norm_of_something_else_stays(only):
-    p = new_program()
-    p.weight("norm", K)
-    p.emit("add", "s", a="x", b="x2", out_kind=OUTPUT)
-    p.emit("rms_norm", "h", x="x", weight="norm", eps=1e-5, out_kind=OUTPUT)
-    assert kinds(only(p, fuse_add_rms_norm)) == ["add", "rms_norm"]

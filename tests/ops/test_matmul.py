@@ -1,24 +1,32 @@
-"""Matrix products: the reference, the choice of tiles, and the kernels at awkward shapes."""
+"""Matrix products: the reference, and the kernels at awkward shapes."""
 
-import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from harness import check_cuda, run_cuda, run_numpy
 
-from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.memory.array import DeviceArray
-from tinyvllm.ops import matmul
+from tinyvllm.ops import matmul, matmul_choice
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
 from tinyvllm.util import DType
 
-H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30)
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30, "hopper")
 ROWS = [1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 64, 65, 127, 130, 257]
-SHAPES = [(1, 8), (7, 40), (48, 1032), (64, 576), (576, 1032), (1000, 2048), (1536, 576)]
+SHAPES = [
+    (1, 8),
+    (7, 40),
+    (48, 1032),
+    (64, 576),
+    (576, 1032),
+    (1000, 2048),
+    (1536, 576),
+    (520, 4168),
+]
 
 
 def product(N, K, *, bias=False, dtype=None):
@@ -109,76 +117,11 @@ def operands(M, N, K, act=DType.BF16, dtype=None):
     )
 
 
-@pytest.mark.parametrize(
-    "M, N, K",
-    [
-        (1, 1, 8),
-        (16, 49153, 576),
-        (17, 7, 40),
-        (257, 1000, 2048),
-        (8192, 16384, 2048),
-        (33, 128256, 2048),
-    ],
-)
-def test_grid_covers_the_result_without_idle_blocks(M, N, K):
-    launch = matmul.matmul_launch(operands(M, N, K), H200)
-    tile = matmul.choose_tile(M, N, 132)
-    rows, cols = (M, matmul.FEW_ROWS_COLS) if tile is None else (tile.rows, tile.cols)
-    assert launch.grid == (-(-M // rows) * -(-N // cols), 1, 1)
-    assert launch.block <= 512
-
-
-def test_few_rows_kernel_where_it_was_measured_to_win():
-    for N in (1, 2048, 128256):
-        for sms in (1, 30, 132):
-            assert matmul.choose_tile(8, N, sms) is None
-            assert matmul.choose_tile(17, N, sms) is not None
-    assert matmul.choose_tile(16, 2048, 132) is None
-    assert matmul.choose_tile(16, 16384, 132) is not None
-
-
-@pytest.mark.parametrize(
-    "M, N, rows, cols",
-    [
-        (8192, 2048, 128, 128),
-        (8192, 16384, 128, 128),
-        (256, 2048, 64, 64),  # 128 tiles for 132 SMs; of 128 x 128 there would be 32
-        (32, 2048, 32, 32),
-        (32, 16384, 32, 64),
-    ],
-)
-def test_tiles_fill_the_card(M, N, rows, cols):
-    assert matmul.choose_tile(M, N, 132)[:2] == (rows, cols)
-
-
-@pytest.mark.parametrize("tile", matmul.TILES)
-def test_tiles_fit_fragments_and_shared_memory(tile):
-    assert tile.rows % (16 * tile.warps_m) == 0 and tile.cols % (16 * tile.warps_n) == 0
-    assert tile.smem <= 99 << 10  # what a block may have on sm_86, sm_89 and sm_120
-
-
-def test_few_rows_shared_memory_fits_at_any_depth():
-    partial = matmul.FEW_ROWS_WARPS * 16 * 20 * 4
-    for K in (8, 40, 576, 2048, 8192, 65536):
-        assert 1 <= matmul.few_rows_warps(K) <= matmul.FEW_ROWS_WARPS
-        launch = matmul.matmul_launch(operands(1, 16, K), H200)
-        assert launch.smem + partial <= 99 << 10
-        assert launch.block == 32 * matmul.few_rows_warps(K)
-
-
-def test_constants_agree_with_the_kernels():
-    def constant(file, name):
-        text = (cuda_src_dir() / file).read_text()
-        return re.search(rf"constexpr int {name} = ([^;]+);", text)[1]
-
-    few = "matmul_few_rows.cu"
-    assert int(constant(few, "kTileCols")) == matmul.FEW_ROWS_COLS
-    assert int(constant(few, "kStepK")) == matmul.FEW_ROWS_STEP
-    assert int(constant(few, "kRing")) == matmul.FEW_ROWS_RING
-    assert int(constant(few, "kMaxWarps")) == matmul.FEW_ROWS_WARPS
-    assert constant(few, "kStepBytes") == "2 * 16 * kWarpSize"
-    assert matmul.FEW_ROWS_STEP_BYTES == 2 * 16 * 32
-    assert int(constant("matmul.cu", "kTileK")) == matmul.TILE_K
+def test_launch_takes_grid_and_cluster_from_the_choice():
+    launch = matmul.matmul_launch(operands(64, 2048, 8192), H200)
+    assert (launch.grid, launch.cluster, launch.args[-1]) == ((160, 1, 1), 5, 5)
+    launch = matmul.matmul_launch(operands(1, 2048, 2048), H200)
+    assert (launch.grid, launch.cluster) == ((128, 1, 1), 1)
 
 
 def test_cost_counts_each_operand_once():
@@ -196,6 +139,15 @@ def test_silu_product_needs_twice_the_rows():
         matmul.MatmulSiluMul().check(program, op)
 
 
+@pytest.fixture(params=["auto", "portable", "no clusters"])
+def path(request, device, monkeypatch):
+    """Selects the kernels for this GPU, or those for GPUs that lack its instructions."""
+    if request.param != "auto":
+        monkeypatch.setattr(device, "info", replace(device.info, kernel_path="portable"))
+    if request.param == "no clusters":
+        monkeypatch.setattr(matmul_choice, "_has_clusters", lambda info: False)
+
+
 def assert_product(actual, arrays, act):
     """Within float32 rounding of the exact product of the rounded inputs.
 
@@ -209,7 +161,7 @@ def assert_product(actual, arrays, act):
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
 @pytest.mark.parametrize("N, K", SHAPES)
-def test_kernel_float32_results(device, N, K, act):
+def test_kernel_float32_results(device, path, N, K, act):
     program = product(N, K, dtype=DType.F32)
     for M in ROWS:
         arrays = random_arrays(program, M, seed=M)
@@ -219,16 +171,16 @@ def test_kernel_float32_results(device, N, K, act):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [3, 130])
-def test_kernel_odd_vocabulary(device, M):
+def test_kernel_odd_vocabulary(device, path, M):
     program = product(49153, 64, dtype=DType.F32)
     arrays = random_arrays(program, M)
     assert_product(run_cuda(device, program, {"T": M}, arrays)["y"], arrays, DType.BF16)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M, N", [(256, 2048), (1100, 1544)])
-def test_kernel_larger_tiles(device, M, N):
-    """64 x 64, and 128 x 128 with two groups of tiles along M and ragged edges."""
+@pytest.mark.parametrize("M, N", [(256, 2048), (1000, 4090), (1100, 1544), (2300, 1544)])
+def test_kernel_larger_tiles(device, path, M, N):
+    """64 x 64, 128 x 128 and 256 x 128, two groups of tiles along M and ragged edges."""
     program = product(N, 136, dtype=DType.F32)
     arrays = random_arrays(program, M)
     assert_product(run_cuda(device, program, {"T": M}, arrays)["y"], arrays, DType.BF16)
@@ -248,7 +200,7 @@ def test_kernel_larger_tiles(device, M, N):
         (1100, 1544, 64),
     ],
 )
-def test_kernel_epilogues(device, build, M, N, K, act):
+def test_kernel_epilogues(device, path, build, M, N, K, act):
     for bias in (False, True):
         program = build(N, K, bias=bias)
         arrays = random_arrays(program, M)
@@ -258,14 +210,14 @@ def test_kernel_epilogues(device, build, M, N, K, act):
 @pytest.mark.gpu
 @pytest.mark.parametrize("build", [product, residual_product])
 @pytest.mark.parametrize("M", [2, 33])
-def test_kernel_odd_columns_with_epilogue(device, build, M):
+def test_kernel_odd_columns_with_epilogue(device, path, build, M):
     program = build(49, 40, bias=True)
     check_cuda(device, program, lower(program, "prefill"), {"T": M}, random_arrays(program, M))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [5, 65])
-def test_kernel_column_views(device, M):
+def test_kernel_column_views(device, path, M):
     """Outputs into, and input from, columns of a wider buffer."""
     program = Program("test")
     x = program.buffer("x", ("T", 72), kind=INPUT)
@@ -279,12 +231,12 @@ def test_kernel_column_views(device, M):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [8, 65])
-def test_kernel_is_reproducible_and_few_rows_do_not_depend_on_their_number(device, M):
+def test_kernel_is_reproducible_and_few_rows_do_not_depend_on_their_number(device, path, M):
     program = product(1000, 2048, dtype=DType.F32)
     arrays = random_arrays(program, M)
     first = run_cuda(device, program, {"T": M}, arrays)["y"]
     np.testing.assert_array_equal(run_cuda(device, program, {"T": M}, arrays)["y"], first)
-    if M <= matmul.FEW_ROWS_MAX:
+    if M <= 8:
         for rows in (1, 3):
             part = arrays | {"x": arrays["x"][:rows]}
             alone = run_cuda(device, program, {"T": rows}, part)["y"]

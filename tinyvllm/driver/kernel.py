@@ -18,6 +18,7 @@ from tinyvllm.util import Closing, InputError
 
 DEFAULT_SMEM = 48 * 1024  # dynamic bytes beyond this need the function's permission
 MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_CLUSTER = 8  # blocks; some GPUs could do more, if asked to
 
 
 @dataclass
@@ -116,12 +117,20 @@ def _launch_config(launch: Launch, pdl: bool) -> Any:
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
     config.sharedMemBytes = launch.smem
+    ids, attributes = cu.CUlaunchAttributeID, []
     if pdl:
         attribute = cu.CUlaunchAttribute()
-        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
+        attributes.append(attribute)
+    if launch.cluster > 1:
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = launch.cluster, 1, 1
+        attributes.append(attribute)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
     return config
 
 
@@ -158,6 +167,11 @@ def _describe(launch: Launch) -> str:
 def _check_limits(launch: Launch, kernel: LoadedKernel, smem_per_block: int) -> None:
     if not all(1 <= size <= limit for size, limit in zip(launch.grid, MAX_GRID, strict=True)):
         raise InputError(f"{_describe(launch)}: the grid must be from 1 to {MAX_GRID}")
+    if not 1 <= launch.cluster <= MAX_CLUSTER or launch.grid[0] % launch.cluster:
+        raise InputError(
+            f"{_describe(launch)}: clusters of {launch.cluster} blocks: must be from 1 to "
+            f"{MAX_CLUSTER} and divide the grid"
+        )
     if not 1 <= launch.block <= kernel.max_threads:
         raise InputError(
             f"{_describe(launch)}: the block must be from 1 to {kernel.max_threads} threads"

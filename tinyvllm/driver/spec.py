@@ -76,20 +76,23 @@ class KernelSpec:
         block: int,
         *,
         smem: int = 0,
+        cluster: int = 1,
         pdl: bool = True,
         **args: Any,
     ) -> Launch:
         """A launch of this kernel; `args` are its parameters by name, all of them.
 
-        `grid` has one to three dimensions, `block` is threads, `smem` dynamic shared bytes. `pdl`
-        False has it start only when the kernel before it has ended, though it could start earlier.
+        `grid` has one to three dimensions, `block` is threads, `smem` dynamic shared bytes.
+        `cluster` blocks that follow each other along x run together and reach each other's shared
+        memory (compute capability 9.0 and newer). `pdl` False has it start only when the kernel
+        before it has ended, though it could start earlier.
         """
         names = [name for _, name in self.kernel.params]
         if len(args) != len(names) or not all(name in args for name in names):
             raise TypeError(f"{self.name} takes {names}, got {sorted(args)}")
         x, y, z = (*grid, 1, 1)[:3]
         values = tuple(args[n] for n in names)
-        return Launch(self, (x, y, z), block, smem, values, pdl and self.kernel.pdl)
+        return Launch(self, (x, y, z), block, smem, values, cluster, pdl and self.kernel.pdl)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Launch:
     block: int
     smem: int
     args: tuple[Any, ...]
+    cluster: int = 1
     pdl: bool = False
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual add before it."""
+"""RMSNorm over the rows of a buffer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from tinyvllm.util import InputError, align_up, ceil_div
 
 RMS_NORM = Kernel(
     "rms_norm.cu", "rms_norm_kernel", "ptr x, ptr weight, ptr y, i32 K, f32 eps", pdl=True
-)
-ADD_RMS_NORM = Kernel(
-    "rms_norm.cu",
-    "add_rms_norm_kernel",
-    "ptr x, ptr residual, ptr weight, ptr sum, ptr y, i32 K, f32 eps",
-    pdl=True,
 )
 MAX_THREADS = 1024
 # A row stays in the registers of one block: the longest rows by elements a vector.
@@ -53,40 +47,6 @@ class RmsNorm(OpDef):
     def cost(self, a: Operands) -> Cost:
         T, K = a.y.shape
         return Cost(nbytes(a.x, a.weight, a.y), 4 * T * K)
-
-
-class AddRmsNorm(OpDef):
-    """sum = x + residual; y = rms_norm(sum)."""
-
-    name = "add_rms_norm"
-    reads = {"x": ("T", "K"), "residual": ("T", "K"), "weight": ("K",)}
-    writes = {"sum": ("T", "K"), "y": ("T", "K")}
-    attrs = frozenset({"eps"})
-
-    def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        assert a.x.contiguous and a.residual.contiguous and a.sum.contiguous and a.y.contiguous
-        T, K = a.y.shape
-        if T == 0:
-            return []
-        width = vector_width(K, a.x, a.residual, a.weight, a.sum, a.y)
-        vec, iters, threads = _row_shape(K, width)
-        return [
-            ADD_RMS_NORM(a.act, vec, iters).launch(
-                (T,),
-                threads,
-                x=a.x.ptr,
-                residual=a.residual.ptr,
-                weight=a.weight.ptr,
-                sum=a.sum.ptr,
-                y=a.y.ptr,
-                K=K,
-                eps=a.eps,
-            )
-        ]
-
-    def cost(self, a: Operands) -> Cost:
-        T, K = a.y.shape
-        return Cost(nbytes(a.x, a.residual, a.weight, a.sum, a.y), 5 * T * K)
 
 
 def _row_shape(K: int, vec: int) -> tuple[int, int, int]:

@@ -1,0 +1,69 @@
+// Hopper's tensor-core products of a warpgroup (128 threads), sm_90a only: wgmma.
+//
+// D 64 x N += A 64 x 16 (B N x 16)^T. A and B are tiles of shared memory whose rows are 64 elements
+// of K (128 bytes), their 16-byte chunks permuted as by swizzled_chunk<8>; tiles start on 1 KiB.
+// Lane (group, pair) of warp w holds D rows 16 w + group and + 8: d[4 j], d[4 j + 1] are columns
+// 8 j + 2 pair and + 1 of the first row, d[4 j + 2], d[4 j + 3] of the second.
+#pragma once
+
+#include "mma.cuh"
+
+// The descriptor of a tile at this shared address: groups of 8 rows are 1 KiB apart, 128-byte
+// permutation. K advances by adding 32 bytes (16 elements) to the address.
+__device__ __forceinline__ u64 wgmma_tile(u32 address) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most `Pending` committed groups of products are unfinished.
+template <int Pending> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// What this thread wrote to shared memory (cp.async included, once waited for) is seen by products
+// that are issued after a barrier that follows.
+__device__ __forceinline__ void fence_for_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// d += a b^T for tiles by their descriptors. Between a wgmma_fence() and the wgmma_wait() for its
+// group, d must not be touched.
+template <typename T, int N>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b);
+
+// The instruction wants each of its N / 2 registers spelled out.
+#define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PLACES_16 PLACES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PLACES_32 \
+  PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_64 \
+  PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+            ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D_8(i) D_4(i), D_4(i + 4)
+#define D_16(i) D_8(i), D_8(i + 8)
+#define D_32(i) D_16(i), D_16(i + 16)
+#define D_64(i) D_32(i), D_32(i + 32)
+
+#define DEFINE_WGMMA(T, NAME, N, COUNT, A, B) \
+  template <> __device__ __forceinline__ void wgmma<T, N>(float (&d)[N / 2], u64 a, u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME \
+                 " {" PLACES_##COUNT "}, " A ", " B ", 1, 1, 1, 0, 0;" \
+                 : D_##COUNT(0) \
+                 : "l"(a), "l"(b)); \
+  }
+#define DEFINE_WGMMA_OF(T, NAME) \
+  DEFINE_WGMMA(T, NAME, 16, 8, "%8", "%9") \
+  DEFINE_WGMMA(T, NAME, 32, 16, "%16", "%17") \
+  DEFINE_WGMMA(T, NAME, 64, 32, "%32", "%33") \
+  DEFINE_WGMMA(T, NAME, 128, 64, "%64", "%65")
+
+DEFINE_WGMMA_OF(__nv_bfloat16, "bf16")
+DEFINE_WGMMA_OF(__half, "f16")

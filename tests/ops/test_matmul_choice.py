@@ -1,0 +1,155 @@
+"""Which kernel and tile a product gets, and that every choice is one the device can launch."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tinyvllm.driver.compiler import cuda_src_dir
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.ops import matmul_choice
+from tinyvllm.ops.matmul_choice import (
+    MATMUL,
+    MATMUL_FEW_ROWS,
+    MATMUL_WIDE,
+    SPLIT_TILES,
+    TILES,
+    WIDE_TILES,
+    choose,
+)
+
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30, "hopper")
+PORTABLE = replace(H200, kernel_path="portable")
+A100 = DeviceInfo("A100", (8, 0), 108, 163 << 10, 40 << 20, 80 << 30)
+L40S = DeviceInfo("L40S", (8, 9), 142, 99 << 10, 96 << 20, 48 << 30)
+RTX = DeviceInfo("RTX 5090", (12, 0), 170, 99 << 10, 96 << 20, 32 << 30)
+DEVICES = [H200, PORTABLE, A100, L40S, RTX]
+
+SHAPES = [(1, 8), (3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048), (49, 40)]
+ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024, 8192]
+
+
+def tile_of(choice):
+    """Rows of x and columns that a block of this choice computes."""
+    if choice.kernel is MATMUL_FEW_ROWS:
+        return choice.template[0], matmul_choice.FEW_ROWS_COLS
+    rows, cols, *_ = choice.template
+    return rows, cols * (64 if choice.kernel is MATMUL_WIDE else 1)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.name}-{d.kernel_path}")
+@pytest.mark.parametrize("N, K", SHAPES)
+def test_every_choice_covers_the_result_and_fits_the_device(N, K, device):
+    for M in ROWS:
+        choice = choose(M, N, K, device)
+        rows, cols = tile_of(choice)
+        assert choice.blocks == -(-M // rows) * -(-N // cols) * choice.split
+        assert choice.kernel is not MATMUL_FEW_ROWS or rows >= M
+        assert choice.smem <= device.smem_per_block and choice.threads <= 512
+        assert (choice.kernel is MATMUL_WIDE) <= (device.kernel_path == "hopper")
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.name}-{d.kernel_path}")
+def test_split_only_in_clusters_that_all_run_at_once(device):
+    for M in ROWS:
+        for N, K in SHAPES:
+            choice = choose(M, N, K, device)
+            assert 1 <= choice.split <= min(8, -(-K // 64))
+            if choice.split > 1:
+                assert device.compute_capability >= (9, 0)
+                per_sm = (device.smem_per_block + 1024) // (choice.smem + 1024)
+                assert choice.blocks <= 0.75 * per_sm * device.num_sms
+
+
+@pytest.mark.parametrize(
+    "M, N, K, tile, split",
+    [
+        (3, 2048, 8192, (16, 64), 5),
+        (8, 16384, 2048, (16, 64), 1),
+        (16, 3072, 2048, (16, 64), 4),
+        (32, 2048, 2048, (32, 64), 4),
+        (64, 2048, 8192, (64, 64), 5),
+        (128, 3072, 2048, (128, 128), 4),
+        (128, 2048, 2048, (128, 64), 3),
+        (256, 2048, 8192, (128, 128), 3),
+        (256, 16384, 2048, (256, 128), 1),
+        (8192, 2048, 8192, (256, 128), 1),
+    ],
+)
+def test_choices_on_hopper_are_those_that_were_measured_to_win(M, N, K, tile, split):
+    choice = choose(M, N, K, H200)
+    assert (choice.kernel, tile_of(choice), choice.split) == (MATMUL_WIDE, tile, split)
+
+
+@pytest.mark.parametrize("M, N, tile", [(16, 3072, (16, 64)), (33, 2048, (64, 64))])
+def test_few_rows_are_split_on_the_portable_path_too(M, N, tile):
+    choice = choose(M, N, 2048, PORTABLE)
+    assert (choice.kernel, tile_of(choice), choice.split) == (MATMUL, tile, 4)
+    assert choose(M, N, 2048, A100).split == 1
+
+
+@pytest.mark.parametrize(
+    "M, N, rows, cols",
+    [
+        (8192, 2048, 128, 128),
+        (8192, 16384, 128, 128),
+        (256, 2048, 64, 64),  # 128 tiles for 132 SMs; of 128 x 128 there would be 32
+        (1024, 2048, 128, 128),
+    ],
+)
+def test_tiles_without_clusters_fill_the_card(M, N, rows, cols):
+    assert tile_of(choose(M, N, 2048, replace(A100, num_sms=132))) == (rows, cols)
+
+
+def test_few_rows_kernel_where_it_was_measured_to_win():
+    few = {
+        (name, M, N): choose(M, N, 2048, device).kernel is MATMUL_FEW_ROWS
+        for name, device in (("hopper", H200), ("portable", PORTABLE), ("a100", A100))
+        for M in (1, 2, 3, 8, 9, 17)
+        for N in (2048, 16384, 128256)
+    }
+    for name in ("hopper", "portable"):
+        assert [M for M in (1, 2, 3, 8, 9, 17) if few[name, M, 2048]] == [1, 2, 3, 8]
+        for N in (16384, 128256):
+            assert [M for M in (1, 2, 3, 8, 9, 17) if few[name, M, N]] == [1, 2]
+    # Without clusters at 9 to 16 rows too, where its blocks are all on the SMs at once.
+    assert [few["a100", M, 16384] for M in (1, 8, 9)] == [True, True, False]
+    assert choose(16, 1536, 2048, A100).kernel is MATMUL_FEW_ROWS
+
+
+@pytest.mark.parametrize("tile", {*TILES, *SPLIT_TILES})
+def test_tiles_fit_fragments_and_shared_memory(tile):
+    assert tile.rows % (16 * tile.warps_m) == 0 and tile.cols % (16 * tile.warps_n) == 0
+    assert tile.smem <= 99 << 10  # what a block may have on sm_86, sm_89 and sm_120
+    assert tile.rows * (tile.cols + 8) * 4 <= tile.smem  # the sums go through it
+
+
+@pytest.mark.parametrize("tile", WIDE_TILES)
+def test_wide_tiles_fit_shared_memory(tile):
+    assert tile.smem <= 227 << 10
+    assert tile.rows * (tile.cols + 4) * 4 <= tile.smem
+
+
+def test_few_rows_shared_memory_fits_at_any_depth():
+    partial = matmul_choice.FEW_ROWS_WARPS * 16 * 20 * 4
+    for K in (8, 40, 576, 2048, 8192, 65536):
+        assert 1 <= matmul_choice.few_rows_warps(K) <= matmul_choice.FEW_ROWS_WARPS
+        choice = choose(1, 16, K, A100)
+        assert choice.smem + partial <= 99 << 10
+        assert choice.threads == 32 * matmul_choice.few_rows_warps(K)
+
+
+def test_constants_agree_with_the_kernels():
+    def constant(file, name):
+        text = (cuda_src_dir() / file).read_text()
+        return re.search(rf"constexpr int {name} = ([^;]+);", text)[1]
+
+    few = "matmul_few_rows.cu"
+    assert int(constant(few, "kTileCols")) == matmul_choice.FEW_ROWS_COLS
+    assert int(constant(few, "kStepK")) == matmul_choice.FEW_ROWS_STEP
+    assert int(constant(few, "kRing")) == matmul_choice.FEW_ROWS_RING
+    assert int(constant(few, "kMaxWarps")) == matmul_choice.FEW_ROWS_WARPS
+    assert constant(few, "kStepBytes") == "2 * 16 * kWarpSize"
+    assert matmul_choice.FEW_ROWS_STEP_BYTES == 2 * 16 * 32
+    assert int(constant("include/matmul_tile.cuh", "kTileK")) == matmul_choice.TILE_K
+    assert int(constant("include/cluster.cuh", "kMaxCluster")) >= matmul_choice.MAX_SPLIT
