@@ -30,12 +30,12 @@ def test_ops_of_all_layers_share_a_label_and_products_are_told_apart():
     products = {label for label in labels if label.startswith("matmul")}
     assert products == {
         "matmul q_proj+",
-        "matmul o_proj",
-        "matmul_silu_mul silu_mul",
-        "matmul down_proj",
-        "matmul logits",
+        "matmul_add o_proj",
+        "matmul_silu_mul gate_proj+",
+        "matmul_add down_proj",
+        "matmul embed_tokens",
     }
-    assert labels.count("rope_attention") == labels.count("matmul o_proj") == 16
+    assert labels.count("rope_attention") == labels.count("matmul_add o_proj") == 16
 
 
 def test_a_step_is_printed_with_rates_and_ratios(capsys):

@@ -23,7 +23,7 @@ from tinyvllm.model.hub import LocalModel, resolve_model
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.executor import described
 from tinyvllm.ops.op import Cost
-from tinyvllm.ops.program import Op, Program, role_of
+from tinyvllm.ops.program import Op, Program
 from tinyvllm.ops.registry import op_def
 from tinyvllm.util import InputError
 
@@ -204,10 +204,12 @@ class KernelBench:
 
 
 def op_label(op: Op) -> str:
-    """The op's kind and the roles of what it writes: the same in all layers."""
-    written = (op.operands[w] for w in op_def(op.kind).writes if w in op.operands)
-    roles = [role_of(name) for name in written]
-    return f"{op.kind} {roles[0]}" if op.kind.startswith("matmul") else op.kind
+    """The op's kind, and of products the weight's last name: the same in all layers."""
+    if not op.kind.startswith("matmul"):
+        return op.kind
+    first, *others = op.operands["weight"].split("+")
+    name = first.removesuffix(".weight").rpartition(".")[2]
+    return f"{op.kind} {name}{'+' if others else ''}"
 
 
 def device_rates(config: EngineConfig) -> tuple[str, Rates]:
