@@ -61,6 +61,19 @@ def test_files_that_cannot_be_read(tmp_path):
         read_lengths(tmp_path / "binary")
 
 
+def test_the_mark_that_spreadsheets_write_first(tmp_path):
+    (tmp_path / "lengths.csv").write_bytes(b"\xef\xbb\xbfinput_len,output_len\r\n161,338\r\n")
+    assert read_lengths(tmp_path / "lengths.csv") == [Lengths(161, 338)]
+
+
+@pytest.mark.parametrize("mean", [-1, float("nan"), float("inf"), 1e30])
+def test_means_of_lengths_that_cannot_be(mean):
+    with pytest.raises(InputError, match="mean_input_len="):
+        exponential_lengths(3, mean, 5)
+    with pytest.raises(InputError, match="mean_output_len="):
+        exponential_lengths(3, 5, mean)
+
+
 def test_exponential_lengths():
     lengths = exponential_lengths(4000)
     assert lengths == exponential_lengths(4000)

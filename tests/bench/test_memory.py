@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +57,7 @@ def test_swapping_beside_a_decode(config):
 
 
 def test_without_swap_space(config):
-    engine = LLMEngine(EngineConfig(**{**vars(config), "swap_space": 0}))
+    engine = LLMEngine(replace(config, swap_space=0, preemption_mode="auto"))
     with pytest.raises(InputError, match="swap_space=0"):
         memory.measure_swapping(engine, 2, 32)
     engine.close()

@@ -41,3 +41,11 @@ def test_bad_sizes(golden, capsys):
     for option, name in (("--sequences", "sequences"), ("--output-len", "output_len")):
         assert preemption(golden, option, "0") == 1
         assert f"{name}=0" in capsys.readouterr().err
+    for options, message in (
+        (("--block-sizes", "8", "7"), "block_size=7"),
+        (("--share", "nan"), "share=nan"),
+        (("--swap-space", "0"), "swap_space=0"),
+    ):
+        assert preemption(golden, *options) == 1
+        found = capsys.readouterr()
+        assert message in found.err and found.out == ""

@@ -103,3 +103,25 @@ def test_batches_that_do_not_fit_are_left_out(config):
 def test_one_request_of_one_token(config, capsys):
     bench_sweep(config, [Lengths(1, 1)], parts=["block-size"], block_sizes=[8], as_json=True)
     assert json.loads(capsys.readouterr().out)["block_size"][0]["waste"] == 7 / 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_sizes": [8, 0]}, "block_size=0: must be one of"),
+        ({"block_sizes": [8, 7]}, "block_size=7: must be one of"),
+        ({"thresholds": [0.7, 1.5]}, "preemption_threshold=1.5"),
+        ({"share": 0}, "share=0"),
+        ({"simulate": True, "parts": ["batch", "threshold"]}, "simulate"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(config, capsys, options, message):
+    with pytest.raises(InputError, match=message):
+        bench_sweep(config, [Lengths(1, 1)], **options)
+    assert capsys.readouterr().out == ""
+
+
+def test_simulation_needs_no_model(capsys):
+    config = EngineConfig(model="not there")
+    bench_sweep(config, [Lengths(1, 1)], block_sizes=[8], simulate=True, as_json=True)
+    assert list(json.loads(capsys.readouterr().out)) == ["block_size"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinyvllm.config import check_int
+from tinyvllm.config import check_int, check_number
 from tinyvllm.util import InputError, short_repr
 
 # Means of the conversations (ShareGPT) in the PagedAttention paper, in tokens.
@@ -27,7 +27,12 @@ class Lengths(NamedTuple):
 def exponential_lengths(
     count: int, mean_input_len: float = MEAN_INPUT_LEN, mean_output_len: float = MEAN_OUTPUT_LEN
 ) -> list[Lengths]:
-    """`count` requests of exponentially distributed lengths, the same each time."""
+    """`count` requests of exponentially distributed lengths, the same each time.
+
+    Raises InputError for a mean below 0, or beyond what lengths may be.
+    """
+    for name, mean in zip(Lengths._fields, (mean_input_len, mean_output_len), strict=True):
+        check_number(f"mean_{name}", mean, 0, MAX_LENGTH)
     rng = np.random.default_rng(0)
     means = (mean_input_len, mean_output_len)
     columns = (np.ceil(rng.exponential(mean, count)).clip(1).astype(int).tolist() for mean in means)
@@ -43,7 +48,7 @@ def read_lengths(path: str | Path) -> list[Lengths]:
     line for anything else.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8-sig")  # spreadsheets write a mark first
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"lengths {str(path)!r}: cannot be read: {error}") from None
     found = []

@@ -16,6 +16,7 @@ from tinyvllm.bench.pressure import (
     run_requests,
 )
 from tinyvllm.config import PREEMPTION_MODES, EngineConfig, check_int
+from tinyvllm.util import InputError
 
 UNLIMITED = "unlimited"
 
@@ -49,7 +50,12 @@ def bench_preemption(
     for name, value in (("sequences", sequences), ("input_len", input_len), ("runs", runs)):
         check_int(name, value, 1, None)
     check_int("output_len", output_len, 1, None)
+    if config.swap_space == 0:
+        raise InputError("swap_space=0: there is nothing to compare recomputing with")
     lengths = [Lengths(input_len, output_len)] * sequences
+    for block_size in block_sizes:  # before the first of many minutes
+        replace(config, block_size=block_size)
+        blocks_under_pressure(lengths, block_size, sequences, share)
     rows = measure(config, block_sizes, lengths, share, runs)
     if as_json:
         print(json.dumps([asdict(row) for row in rows]))

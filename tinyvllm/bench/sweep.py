@@ -70,9 +70,19 @@ def bench_sweep(
     """Prints one table for each of `parts`, or one JSON object.
 
     "batch" decodes at the mean context of the load; "block-size" runs the load with blocks for all;
-    "threshold" with a `share` of the KV blocks that it needs. With `simulate` "block-size" runs
-    nothing, and needs no device.
+    "threshold" with a `share` of the KV blocks that it needs. With `simulate` there is "block-size"
+    alone, which then runs nothing and needs no device. Raises InputError for values out of range.
     """
+    # Before the first of many minutes: all that would be found wrong after them.
+    for block_size in block_sizes:
+        replace(config, block_size=block_size)
+    for threshold in thresholds:
+        replace(config, preemption_threshold=threshold)
+    blocks_under_pressure(lengths, config.block_size, config.max_num_seqs, share)
+    if simulate:
+        parts = [part for part in parts if part == "block-size"]
+        if not parts:
+            raise InputError("simulate: only block sizes can be varied without a device")
     tables: dict[str, object] = {}
     if "batch" in parts:
         context = sum(sum(request) for request in lengths) // len(lengths)
