@@ -422,3 +422,45 @@ def test_tokens_of_samples_differ(open_engine):
     outputs = run(open_engine(), random_prompts(2, seed=4), sampling(2, "samples"))
     assert all(len({tuple(c.token_ids) for c in o.outputs}) == 3 for o in outputs)
     assert tokens_of(outputs)[0] != tokens_of(outputs)[1]
+
+
+def test_copies_under_way_hold_no_blocks_once_nothing_runs(open_engine):
+    """The last request ends or is aborted while its blocks are copied: nobody steps after that."""
+    engine = open_engine(num_gpu_blocks_override=pressed(8), preemption_mode="swap")
+    for end in ("statistics", "cache"):
+        if not engine.backend.asynchronous:
+            engine.backend.swapper.polls = 100
+        for i, prompt in enumerate(random_prompts(8, seed=5)):
+            (params,) = sampling(1, "greedy")
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        while not engine.scheduler.swaps.busy:
+            engine.step()
+        engine.abort_all()
+        if end == "statistics":
+            stats = engine.stats()
+            assert stats.kv_blocks_used == stats.swap.used_bytes == 0
+        assert engine.reset_prefix_cache()
+        assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
+
+
+@pytest.mark.parametrize("broken_part", ["launch", "finish"])
+def test_a_copy_and_a_step_that_fail_at_once_lose_no_request(open_engine, monkeypatch, broken_part):
+    engine = open_engine(num_gpu_blocks_override=pressed(8), preemption_mode="swap")
+    prompts, params = random_prompts(8, seed=6), sampling(8, "greedy")
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
+
+    def fail(pairs):
+        monkeypatch.setattr(engine._runner, broken_part, lambda step: 1 / 0)
+        raise broken()
+
+    monkeypatch.setattr(engine.backend.swapper, "swap_out", fail)
+    with pytest.raises(ZeroDivisionError):
+        while True:
+            assert engine.step() == []
+    monkeypatch.undo()
+    reasons = [output.outputs[0].finish_reason for output in engine.abort_all()]
+    assert len(reasons) == 8 and "error" in reasons
+    assert all(
+        output.outputs[0].finish_reason == "length" for output in run(engine, prompts, params)
+    )

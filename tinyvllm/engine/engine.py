@@ -163,21 +163,20 @@ class LLMEngine:
         """
         self._check_open()
         self.backend.enter()
+        news: list[RequestOutput] = []
         scheduled = self.scheduler.schedule()
-        failed = self.scheduler.take_failed()
-        news = self._outputs.outputs(failed, failed) if failed else []
         if scheduled is not None:
             self._running.append(self._runner.launch(scheduled))
             self._monitor.launched(scheduled)
-            if len(self._running) < self._max_running:
-                return news
         if not self._running:
             self.scheduler.wait_for_copy()  # if there are any, all others wait for them
-            return news
-        news += self._take(self._running[0])
-        self._running.popleft()
-        self._monitor.stepped()
-        return news
+        elif scheduled is None or len(self._running) == self._max_running:
+            news = self._take(self._running[0])
+            self._running.popleft()
+            self._monitor.stepped()
+        # Last, so that after an exception `abort_all` still has them.
+        failed = self.scheduler.take_failed()
+        return [*news, *self._outputs.outputs(failed, failed)]
 
     def _take(self, running: RunningStep) -> list[RequestOutput]:
         tokens = self._runner.finish(running)
@@ -203,11 +202,13 @@ class LLMEngine:
         """A snapshot of what the engine holds and has done; takes about 0.5 us a sequence."""
         self._check_open()
         self.backend.enter()
+        self._end_idle_copies()
         return self._monitor.stats()
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends every request and forgets the steps under way; returns what there is of each."""
         self._discard_running()
+        self.scheduler.take_failed()
         outputs = [self.abort_request(request_id) for request_id in self._outputs.request_ids]
         return [output for output in outputs if output is not None]
 
@@ -258,6 +259,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, with nothing done, while requests hold blocks."""
+        self._end_idle_copies()
         num_used = self.scheduler.blocks.num_used
         if num_used:
             logger.warning("the prefix cache is not reset: requests hold %d blocks", num_used)
@@ -274,6 +276,11 @@ class LLMEngine:
                 self.backend.enter()
                 self._discard_running()
                 self.backend.close()
+
+    def _end_idle_copies(self) -> None:
+        """Waits for copies of blocks whose requests have all ended: no step looks at them again."""
+        if not self.scheduler.has_unfinished():
+            self.scheduler.end_copies()
 
     def _discard_running(self) -> None:
         while self._running:
