@@ -826,3 +826,29 @@ def test_update_and_schedule_touch_the_cache_only_when_a_block_fills():
     device = ToyDevice(scheduler)
     filled = [len(step_once(scheduler, device)[0].filled) for _ in range(18)]
     assert [i for i, n in enumerate(filled) if n] == [0, 8, 16]
+
+
+def test_copies_of_what_is_no_longer_the_next_victim_make_room():
+    """Copies of `old`, made while it was the last, fill the swap space when `new` needs some."""
+    scheduler = make_scheduler(
+        12, swap_blocks=5, polls=0, preemption_mode="swap", preemption_threshold=0.6
+    )
+    device = ToyDevice(scheduler)
+
+    def step():
+        scheduled = scheduler.schedule()
+        check_step(scheduler, scheduled)
+        scheduler.update(scheduled, device.run(scheduled))
+
+    urgent = make_request("urgent", [2] * 16, priority=-1, max_tokens=10)
+    old = make_request("old", [1] * 7, max_tokens=26)
+    scheduler.add(urgent)
+    scheduler.add(old)
+    while not urgent.finished:
+        step()
+    assert old.num_host_blocks >= 2
+    new = make_request("new", [3] * 5, priority=1, max_tokens=24)
+    scheduler.add(new)
+    run_all(scheduler, device)
+    assert old.num_preemptions == 0 and new.num_preemptions == 1
+    assert scheduler.num_preemptions == {"swap": 1, "recompute": 0}

@@ -317,8 +317,23 @@ class Scheduler(Queues):
         if victim is None or not victim.decoding or victim.num_copies:
             return
         full = victim.num_computed_tokens // self.blocks.block_size
-        if full > victim.num_host_blocks and self.preemption.choose(victim, full)[0] == SWAP:
+        if full > victim.num_host_blocks and self._choose(victim, full)[0] == SWAP:
             self._copy_out(victim, full)
+
+    def _choose(self, victim: Request, num_blocks: int) -> tuple[str, str]:
+        """What to do with a victim, of which the first blocks a table would be copied.
+
+        Where the swap space is full, copies of running requests give way, those of the most urgent
+        first: others have become less urgent than they since the copies were made ahead.
+        """
+        if victim.decoding:
+            need = (num_blocks - victim.num_host_blocks) * self.blocks.num_groups
+            for request in self.running:
+                if self.swaps.num_free >= need:
+                    break
+                if request is not victim and not request.returning:
+                    self.swaps.release(request)
+        return self.preemption.choose(victim, num_blocks)
 
     def _make_room(self, request: Request, step: ScheduledStep) -> bool:
         """Whether a block a group is free for a running request, now or after preemptions.
@@ -340,7 +355,7 @@ class Scheduler(Queues):
     def _preempt(self, victim: Request, step: ScheduledStep) -> None:
         """Take a running request's blocks and let it wait; it ends if they cannot be copied."""
         num_blocks = ceil_div(victim.num_computed_tokens, self.blocks.block_size)
-        mode, reason = self.preemption.choose(victim, num_blocks)
+        mode, reason = self._choose(victim, num_blocks)
         if mode == SWAP:
             if not self._copy_out(victim, num_blocks):
                 mode, reason = RECOMPUTE, "the swap space is smaller than planned"
