@@ -109,6 +109,27 @@ def test_without_more_host_memory_the_space_stays_as_it_is(swapper, fake_driver,
     swapper.space.check_integrity()
 
 
+def test_a_first_slab_that_cannot_be_measured_is_given_back(swapper, fake_driver, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_driver, "cuMemcpyHtoDAsync", lambda *args: 719)
+        with pytest.raises(CudaError, match="cuMemcpyHtoDAsync"):
+            swapper.allocate(2)
+    assert (fake_driver.pinned, swapper.slabs, swapper.stats.stalls) == (0, [], [])
+    assert swapper.space.num_used == 0
+    assert swapper.allocate(8) == list(range(8))
+
+
+def test_closing_with_copies_under_way_closes_their_events(fake_driver, fake_stream, cache):
+    swapper = CudaSwapper(SwapSpace(8, BLOCK_BYTES), fake_stream)
+    swapper.attach(cache.array)
+    host = swapper.allocate(2)
+    fake_driver.names.clear()
+    tickets = [swapper.swap_out(pairs([1, 2], host)) for _ in range(3)]
+    tickets[0].wait()
+    swapper.close()
+    assert fake_driver.names.count("cuEventDestroy") == 2 * 3 + 1
+
+
 def test_a_driver_without_batches_copies_one_by_one(swapper, cache, fake_driver, caplog):
     caplog.set_level("INFO", "tinyvllm")
     before = cache.blocks.copy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import chain
 
 from tinyvllm.driver.calls import CudaError, phase
 from tinyvllm.driver.device import Event, Stream
@@ -53,6 +54,7 @@ class CudaSwapper(Slabs):
         self._compute = compute
         self._stream = Stream()
         self._launched = Event()  # recorded again for each batch: a wait is for the last record
+        self._all_events: list[Events] = []
         self._free_events: list[Events] = []
         self._copy = BatchCopy()
 
@@ -76,10 +78,14 @@ class CudaSwapper(Slabs):
         with phase("swap"):
             self._compute.synchronize()
             slab = PinnedBuffer(num_bytes)
-        self.stats.stalls.append(time.perf_counter() - start)
-        if self.stats.plain_out_rate is None:
-            with phase("swap"):
-                self._measure(slab)
+            stall = time.perf_counter() - start
+            if self.stats.plain_out_rate is None:
+                try:
+                    self._measure(slab)
+                except CudaError:
+                    slab.close()
+                    raise
+        self.stats.stalls.append(stall)
         logger.info(
             "swap space: slab %d of %d pinned (%s) in %.1f ms",
             len(self.stats.stalls),
@@ -105,9 +111,9 @@ class CudaSwapper(Slabs):
 
     def close(self) -> None:
         self._stream.synchronize()
-        for pair in self._free_events:
-            for event in pair:
-                event.close()
+        for event in chain.from_iterable(self._all_events):
+            event.close()
+        self._all_events.clear()
         self._free_events.clear()
         self._launched.close()
         self._stream.close()
@@ -123,7 +129,10 @@ class CudaSwapper(Slabs):
             in_slab = self.slabs[host // per_slab].address + host % per_slab * size
             target, source = (in_slab, on_device) if out else (on_device, in_slab)
             pieces.append((target, source, count * size))
-        events = self._free_events.pop() if self._free_events else (Event(True), Event(True))
+        if not self._free_events:
+            self._free_events.append((Event(timing=True), Event(timing=True)))
+            self._all_events += self._free_events
+        events = self._free_events.pop()
         with phase("swap"):
             self._launched.record(self._compute)
             self._stream.wait(self._launched)

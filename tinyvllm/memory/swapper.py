@@ -138,9 +138,9 @@ class Slabs(Closing):
         try:
             self.reserve(max(blocks) // self.space.blocks_per_slab + 1)
         except CudaError as error:
+            self.space.free(blocks)
             if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
-            self.space.free(blocks)
             self.space.shrink(len(self.slabs) * self.space.blocks_per_slab)
             size = format_bytes(self.space.num_blocks * self.space.block_bytes)
             logger.warning("no more host memory can be pinned: the swap space stays at %s", size)
