@@ -21,5 +21,17 @@ def test_options_of_the_scheduler_out_of_range(name, value, message):
         EngineConfig(**{name: value})
 
 
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "4"])
+def test_a_swap_space_that_cannot_be(value):
+    with pytest.raises(InputError, match=f"swap_space={value!r}"):
+        EngineConfig(swap_space=value)
+
+
+def test_swapping_needs_swap_space():
+    with pytest.raises(InputError, match="preemption_mode='swap' needs swap_space"):
+        EngineConfig(preemption_mode="swap", swap_space=0)
+    EngineConfig(preemption_mode="auto", swap_space=0)
+
+
 def test_the_limit_itself_is_allowed():
     assert EngineConfig(preemption_threshold=1).preemption_threshold == 1

@@ -111,6 +111,8 @@ class EngineConfig:
                 f"preemption_threshold={threshold}: must be above {RETURN_MARGIN} and at most 1"
             )
         check_number("swap_space", self.swap_space, 0, 1 << 20)
+        if self.preemption_mode == "swap" and self.swap_space == 0:
+            raise InputError("preemption_mode='swap' needs swap_space: it must be above 0, not 0")
         if self.num_gpu_blocks_override is not None:
             check_int("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, 1 << 30)
         for f in fields(self):

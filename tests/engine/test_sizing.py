@@ -8,7 +8,7 @@ from harness import pack
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.spec import DeviceInfo
-from tinyvllm.engine.sizing import engine_programs, model_dtype, plan_engine
+from tinyvllm.engine.sizing import engine_programs, model_dtype, plan_engine, swap_space
 from tinyvllm.model.config import ModelConfig, RopeConfig
 from tinyvllm.model.presets import PRESETS, DummySource
 from tinyvllm.model.weights import dummy_launches, load_numpy, packed_weights, place_weights
@@ -159,3 +159,13 @@ def test_dummy_weights_made_in_place_are_those_of_the_cpu():
         want = DType.BF16.encode(pack(weight, checkpoint))
         np.testing.assert_array_equal(have, want, err_msg=name)
         assert len(np.unique(have)) > min(have.size, 200) // 4, f"{name} is nearly constant"
+
+
+def test_the_swap_space_is_no_larger_than_the_host_memory(monkeypatch, caplog):
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}.get)
+    whole = swap_space(EngineConfig(model="m", swap_space=4), 1 << 20)
+    assert whole.num_blocks == 4096 and not caplog.text
+    clipped = swap_space(EngineConfig(model="m", swap_space=1 << 20), 1 << 20)
+    assert clipped.num_blocks == 4096
+    assert "swap_space=1048576: the host has 4.00 GiB" in caplog.text
+    assert swap_space(EngineConfig(model="m", swap_space=0.0009), 1 << 20) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import prod
 
 from tinyvllm.config import EngineConfig
@@ -22,7 +23,7 @@ from tinyvllm.ops.executor import InputLayout, follows, plan_program
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.program import INPUT, STATE, Program, concrete
 from tinyvllm.sampling_params import SAMPLERS
-from tinyvllm.util import DType, InputError, align_up, ceil_div, logger
+from tinyvllm.util import DType, InputError, align_up, ceil_div, format_bytes, logger
 
 # Tokens that the KV cache must hold at the least where max_model_len was not asked for.
 MIN_TOKENS = 2048
@@ -121,7 +122,15 @@ def engine_limits(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
 
 def swap_space(config: EngineConfig, block_bytes: int) -> SwapSpace | None:
     """The swap space that the options ask for; None without room for a block, or without use."""
-    num_blocks = int(config.swap_space * (1 << 30)) // block_bytes
+    wanted = int(config.swap_space * (1 << 30))
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > host:
+        logger.warning(
+            "swap_space=%s: the host has %s; the swap space gets no more than that",
+            config.swap_space,
+            format_bytes(host),
+        )
+    num_blocks = min(wanted, host) // block_bytes
     if num_blocks == 0 or config.preemption_mode == "recompute":
         return None
     return SwapSpace(num_blocks, block_bytes)
