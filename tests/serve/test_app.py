@@ -1,7 +1,6 @@
 """The other endpoints: models, tokens, health, version, metrics, and what no endpoint takes."""
 
 import json
-import time
 
 import pytest
 
@@ -21,20 +20,13 @@ def test_an_unknown_model_is_404(server):
 
 
 def test_tokens_and_back(server):
-    text = "ab é <s>"
+    text = "abab é <s>"
     status, found = server.json("/tokenize", {"prompt": text, "return_token_strs": True})
     assert status == 200 and found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["token_strs"][:4] == ["a", "b", "a", "b"]
     assert found["max_model_len"] == 2048
     assert server.json("/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": text})
     assert server.json("/detokenize", {"tokens": []}) == (200, {"prompt": ""})
-
-
-def test_the_texts_of_very_many_tokens_come_soon(server):
-    start = time.monotonic()
-    body = {"prompt": "ab" * 1_000_000, "return_token_strs": True}
-    status, found = server.json("/tokenize", body)
-    assert status == 200 and "".join(found["token_strs"]) == body["prompt"]
-    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize(
