@@ -28,7 +28,8 @@ def test_wrong_usage_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as error:
         main(argv)
     assert error.value.code == 2
-    assert "usage: tinyvllm" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "usage: tinyvllm" in err and len(err.splitlines()) == 2
 
 
 def generate(golden, *options):

@@ -44,6 +44,7 @@ def test_what_does_not_fit_is_exit_status_1(capsys):
         (["none"], "model='none': no such directory or GGUF file, and not a preset"),
         (["llama-3.2-1b", "--device-name", "H300"], "device_name='H300': must be one of A100"),
         (["llama-3.2-1b", "--gpu-memory", "-1"], "gpu_memory=-1"),
+        (["llama-3.2-1b", "--gpu-memory", "0"], "gpu_memory=0"),
         (["llama-3.2-1b", "--gpu-memory", "nan"], "gpu_memory=nan"),
         (["llama-3.2-1b", "--max-model-len", "200000"], "max_model_len=200000"),
         (["llama-3.2-1b", "--lengths", "/none"], "lengths '/none'"),

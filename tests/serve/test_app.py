@@ -20,9 +20,10 @@ def test_an_unknown_model_is_404(server):
 
 
 def test_tokens_and_back(server):
-    text = "ab é <s>"
+    text = "abab é <s>"
     status, found = server.json("/tokenize", {"prompt": text, "return_token_strs": True})
     assert status == 200 and found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["token_strs"][:4] == ["a", "b", "a", "b"]
     assert found["max_model_len"] == 2048
     assert server.json("/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": text})
     assert server.json("/detokenize", {"tokens": []}) == (200, {"prompt": ""})

@@ -67,6 +67,25 @@ def test_a_bad_body_is_400(server, body):
     assert server.request("/health")[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body must be a JSON object"),
+        (b"[]", "the body must be a JSON object"),
+        (b"{}", "prompt: Field required"),
+        (b"{", "the body is not JSON: Expecting property name"),
+        (b'{"prompt": "\xff"}', "the body is not JSON: 'utf-8' codec can't decode"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not JSON: Exceeds the lim"),
+        (b'{"prompt": [' + b"[1]," * 20_000 + b"[1]]}", "should have at most 16384 items"),
+        (DEEP, "the body is not JSON: maximum recursion depth exceeded"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_bad_body_is_told_what_is_wrong_with_it(server, body, message):
+    status, _, data = server.request("/v1/completions", body)
+    assert status == 400 and message in json.loads(data)["error"]["message"]
+
+
 def test_odd_texts_are_served(client):
     for text in ("\0", "\u202e" * 50, "e" + "\u0301" * 500, "\U0010ffff", "a\r\nb", "data: [DONE]"):
         answer = client.completions.create(model="tiny", prompt=text, max_tokens=2, echo=True)
@@ -82,6 +101,12 @@ def test_a_template_that_fails_is_400(server):
     status, error = server.json("/v1/chat/completions", body)
     assert status == 400 and "the chat template fails" in error["error"]["message"]
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert server.json("/v1/chat/completions", body)[0] == 200
+
+
+def test_variables_of_any_name_reach_the_template(server):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    body["chat_template_kwargs"] = {"self": 1, "name": 2, "": 3}
     assert server.json("/v1/chat/completions", body)[0] == 200
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 
 import tinyvllm
 from tinyvllm.cli import bench, chat, doctor, generate, kernel, plan, serve, trace
+from tinyvllm.cli.options import Parser
 from tinyvllm.driver.calls import CompileError, CudaError
 from tinyvllm.memory.pool import OutOfMemoryError
 from tinyvllm.util import InputError
@@ -20,9 +20,7 @@ USER_ERRORS = (InputError, CudaError, CompileError, OutOfMemoryError)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, 1 after an error, 2 for wrong usage."""
-    parser = argparse.ArgumentParser(
-        "tinyvllm", description="Large language models on NVIDIA GPUs, without PyTorch"
-    )
+    parser = Parser("tinyvllm", description="Large language models on NVIDIA GPUs, without PyTorch")
     parser.add_argument("--version", action="version", version=f"tinyvllm {tinyvllm.__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -6,12 +6,21 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tinyvllm.cli.unsupported import UNSUPPORTED, Refused
 from tinyvllm.config import EngineConfig
 
 Commands = Any  # what argparse's add_subparsers returns; its class has no public name
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says in two lines what is wrong: all options would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2."""
+        usage = f"usage: {self.prog} ... (see {self.prog} --help)"
+        self.exit(2, f"{usage}\n{self.prog}: error: {message}\n")
 
 
 def add_options(

@@ -62,7 +62,7 @@ def run_plan(args: argparse.Namespace) -> int:
         device = replace(device, kernel_path="portable")
     free_bytes = device.total_memory
     if args.gpu_memory is not None:
-        check_number("gpu_memory", args.gpu_memory, 0, 1 << 20)
+        check_number("gpu_memory", args.gpu_memory, 0.1, 1 << 20)
         free_bytes = int(args.gpu_memory * (1 << 30))
     lengths, note = exponential_lengths(512), "512 requests with the means of ShareGPT"
     if args.lengths:

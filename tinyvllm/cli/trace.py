@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from tinyvllm.cli import generate
-from tinyvllm.cli.options import Commands
+from tinyvllm.cli.options import Commands, Parser
 
 DEFAULT_FILES = {"text": "trace.txt", "jsonl": "trace.jsonl", "perfetto": "trace.json"}
 
@@ -33,7 +33,7 @@ def run_trace(args: argparse.Namespace) -> int:
     """Runs the command with a trace, then says where the trace is."""
     from tinyvllm.driver.trace import Trace
 
-    inner = argparse.ArgumentParser("tinyvllm trace --")
+    inner = Parser("tinyvllm trace --")
     generate.add(inner.add_subparsers(required=True, metavar="COMMAND"))
     command = inner.parse_args(args.command[args.command[:1] == ["--"] :])
     output = args.output or DEFAULT_FILES[args.format or "text"]

@@ -99,6 +99,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,  # a template's variable may have this name
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,

@@ -92,7 +92,11 @@ def _add_tokens(app: FastAPI, state: ServerState) -> None:
             ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "", special)
         texts = None
         if body.return_token_strs:
-            texts = await asyncio.to_thread(lambda: [tokenizer.decode([i], False) for i in ids])
+            # Each id once: a prompt has many tokens, of a vocabulary that has an end.
+            known = await asyncio.to_thread(
+                lambda: {i: tokenizer.decode([i], False) for i in set(ids)}
+            )
+            texts = [known[i] for i in ids]
         return _json(
             {
                 "count": len(ids),

@@ -24,6 +24,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _MAX_MESSAGE = 1000
+_NO_OBJECT = ("missing", "model_attributes_type")  # pydantic's: no body, or another kind of value
 
 
 class ApiError(Exception):
@@ -104,9 +105,12 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Answers what no route takes: an unknown path, a wrong method."""
+    """Answers what no route takes: an unknown path, a wrong method, a body that cannot be read."""
     assert isinstance(error, HTTPException), error
-    response = ApiError(error.status_code, f"{error.detail}: {request.url.path}").response()
+    message = f"{error.detail}: {request.url.path}"
+    if error.status_code == 400:  # not UTF-8, too deep, a number too long: the cause says which
+        message = f"the body is not JSON: {error.__cause__}"
+    response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response
 
@@ -132,6 +136,8 @@ def as_invalid(errors: Any) -> ApiError:
         first = first or name
         if entry["type"] == "json_invalid":
             reason, path, first = f"the body is not JSON: {entry['ctx']['error']}", [], None
+        elif not path and entry["type"] in _NO_OBJECT:
+            reason = "the body must be a JSON object"
         elif entry["type"] == "extra_forbidden":
             reason = "this field is unknown or not supported"
         else:

@@ -15,10 +15,12 @@ MAX_N = 128
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"max_tokens", "logprobs", "logit_bias"}
 
 MAX_FIELDS = 100
+MAX_PROMPTS = 1 << 14  # of one request: checking more would hold up all others
 
 # The first bad item of a list ends its check: a large body has no larger list of errors.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+ManyIds = Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 # The engine looks at each of these while all others wait.
 Word = Annotated[str, Field(max_length=1000)]
 Words = Annotated[list[Word], Field(max_length=64, fail_fast=True)]
@@ -114,7 +116,7 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: str | Texts | TokenIds | ManyIds
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
