@@ -1,6 +1,7 @@
 """The sweeps on the CPU with a tiny model: what they vary, what they print."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +99,17 @@ def test_batches_that_do_not_fit_are_left_out(config):
         sweep_batches(config, [0, 1], 64)
     with pytest.raises(InputError, match="batch 4 does not fit into 14 KV blocks"):
         sweep_batches(config, [4], 64)
+
+
+def test_a_batch_may_use_all_blocks(config):
+    """Prompts of 376 tokens fill 24 of the 28 blocks of each sequence, more than 0.85 of all."""
+    config = replace(config, max_num_batched_tokens=1024)
+    assert [row.batch for row in sweep_batches(config, [4], 400)] == [4]
+
+
+def test_rows_that_never_decode_together_are_an_error(config):
+    with pytest.raises(InputError, match=r"batch 4, context 1400: .*max_num_batched_tokens=128"):
+        sweep_batches(config, [4], 1400)
 
 
 def test_one_request_of_one_token(config, capsys):

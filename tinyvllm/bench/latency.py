@@ -53,7 +53,7 @@ def bench_latency(
     flops = MATMUL_FLOPS.get(name, math.inf)
     rows = []
     longest = max(contexts) + MEASURED_STEPS
-    with LLM(**asdict(replace(config, max_model_len=longest))) as llm:
+    with LLM(**asdict(full_batches(config, longest))) as llm:
         for batch, context in itertools.product(batches, contexts):
             seconds, host_seconds = decode_times(llm.engine, batch, context)
             num_bytes, floor = step_floor(
@@ -90,13 +90,19 @@ def bench_latency(
         )
 
 
+def full_batches(config: EngineConfig, max_model_len: int) -> EngineConfig:
+    """The configuration for `decode_times`: all KV blocks may be in use, none is kept back."""
+    return replace(config, max_model_len=max_model_len, preemption_threshold=1.0)
+
+
 def decode_times(
     engine: LLMEngine, batch: int, context: int, each_step: Callable[[], None] | None = None
 ) -> tuple[float, float]:
     """Median seconds of a step, and of the host's own work in it, while all rows decode.
 
     Runs until every request has finished. The middle of the measured steps has the context named.
-    `each_step` is called before each measured step and counts to its time.
+    `each_step` is called before each measured step and counts to its time. Raises InputError when
+    the rows never decode all at once for long enough.
     """
     params = SamplingParams(temperature=0, max_tokens=MEASURED_STEPS, ignore_eos=True)
     if batch > engine.scheduler.max_num_seqs:
@@ -120,4 +126,12 @@ def decode_times(
             times.append(seconds)
             host.append(seconds - (getattr(executor, "waited", 0.0) - waited))
     steady = slice(WARMUP_STEPS, -WARMUP_STEPS)
+    if not times[steady]:
+        raise InputError(
+            f"batch {batch}, context {context}: all rows decode in {len(times)} steps, and more "
+            f"than {2 * WARMUP_STEPS} are needed; the first rows end while the prompts of the last "
+            f"are computed (max_num_batched_tokens={engine.config.max_num_batched_tokens}) or wait "
+            f"for KV blocks ({engine.scheduler.blocks.num_blocks}, preemption_threshold="
+            f"{engine.config.preemption_threshold}): raise these, or lower batch or context"
+        )
     return statistics.median(times[steady]), statistics.median(host[steady])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from tinyvllm.api.llm import LLM
-from tinyvllm.bench.latency import MEASURED_STEPS, decode_times
+from tinyvllm.bench.latency import MEASURED_STEPS, decode_times, full_batches
 from tinyvllm.bench.lengths import Lengths
 from tinyvllm.bench.pressure import (
     COLUMNS,
@@ -131,7 +131,7 @@ def sweep_batches(config: EngineConfig, batches: Sequence[int], context: int) ->
     if not batches or batches[0] < 1:
         raise InputError(f"batches {list(batches)}: must be one or more, each at least 1")
     longest = context + MEASURED_STEPS
-    options = replace(config, max_model_len=longest, max_num_seqs=batches[-1])
+    options = replace(full_batches(config, longest), max_num_seqs=batches[-1])
     rows = []
     with LLM(**asdict(options)) as llm:
         blocks, memory = llm.engine.scheduler.blocks, llm.engine.backend.memory
