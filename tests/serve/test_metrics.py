@@ -36,7 +36,7 @@ def test_a_value_on_a_bound_is_below_it_and_buckets_add_up():
 def test_tokens_and_ends_are_counted_once():
     metrics = Metrics("m")
     request = metrics.follow(SamplingParams(n=2, temperature=1, max_tokens=9))
-    request.add(news((0, 1, None)))
+    request.add(news((0, 1, None), (1, 0, None)))
     request.add(news((1, 2, None)))
     request.add(news((0, 3, "stop")))
     request.add(news((1, 7, "length"), finished=True))
@@ -46,8 +46,8 @@ def test_tokens_and_ends_are_counted_once():
     assert found["vllm:generation_tokens_total", ""] == 13
     assert found["vllm:request_generation_tokens_sum", ""] == 13
     assert found["vllm:request_max_num_generation_tokens_sum", ""] == 9
-    # Of each sequence the first piece has no time before it.
-    assert found["vllm:inter_token_latency_seconds_count", ""] == 10
+    # All but the first token of each sequence, however they come.
+    assert found["vllm:inter_token_latency_seconds_count", ""] == 11
     assert found["vllm:time_to_first_token_seconds_count", ""] == 1
     for reason, count in (("stop", 1), ("length", 1), ("abort", 0)):
         assert found["vllm:request_success_total", f'finished_reason="{reason}"'] == count

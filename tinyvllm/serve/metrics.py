@@ -215,10 +215,13 @@ class RequestMetrics:
             metrics.count_prompt(len(output.prompt_token_ids))
         for o in output.outputs:
             count = len(o.token_ids)
-            last = self._last.get(o.index)
-            if count and last is not None:  # several tokens at once share the time
-                metrics.next_token.observe((now - last) / count, count)
-            self._last[o.index] = now
+            if count:
+                last = self._last.get(o.index)
+                if last is not None:  # several tokens at once share the time
+                    metrics.next_token.observe((now - last) / count, count)
+                elif count > 1:  # what comes with the first token comes no later
+                    metrics.next_token.observe(0.0, count - 1)
+                self._last[o.index] = now
             self._lengths[o.index] += count
             metrics.count_output(count)
             if o.finish_reason is not None:
