@@ -1,6 +1,7 @@
 """What tests of several folders share: the GPU, opened once or its tests skipped; golden models."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := cuda_unavailable()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# A shell ignores SIGINT for what it runs in the background, and children inherit that: servers and
+# commands that the tests send it to would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

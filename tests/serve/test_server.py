@@ -141,13 +141,16 @@ def test_a_signal_before_it_is_ready_ends_it_with_its_engine(tmp_path, sent):
     os.mkfifo(tmp_path / "config.json")
     command = [sys.executable, "-m", "tinyvllm", "serve", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        while not engines_of(process.pid):
-            time.sleep(0.05)
-        (engine,) = engines_of(process.pid)
-        time.sleep(1)  # for both to get where they wait
-        process.send_signal(sent)
-        assert process.wait(timeout=20) != 0
-        assert is_gone(engine)
+        try:
+            while not engines_of(process.pid):
+                time.sleep(0.05)
+            (engine,) = engines_of(process.pid)
+            time.sleep(1)  # for both to get where they wait
+            process.send_signal(sent)
+            assert process.wait(timeout=20) != 0
+            assert is_gone(engine)
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
