@@ -4,7 +4,7 @@ import pytest
 
 from tinyvllm.driver.calls import driver_api
 from tinyvllm.driver.decode import Decoder, forget_kernel, name_kernel
-from tinyvllm.driver.kernel import LoadedKernel, PreparedLaunch, _packer
+from tinyvllm.driver.kernel import LoadedKernel, PreparedLaunch, _packing
 from tinyvllm.driver.spec import Kernel
 
 cu = driver_api()
@@ -95,7 +95,7 @@ def test_a_launch_is_read_as_the_driver_reads_it(decoder):
     function = cu.CUfunction(4660)
     values = {"x": 1 << 40, "u": 2**32 - 1, "n": -5, "seed": 2**63, "K": -7, "eps": 0.5}
     launch = KERNEL(64).launch((7, 2), 128, smem=4096, **values)
-    loaded = LoadedKernel(None, function, 1024, 0, 0, _packer(KERNEL))
+    loaded = LoadedKernel(None, function, 1024, 0, 0, *_packing(KERNEL))
     prepared = PreparedLaunch(launch, loaded, pdl=True)
     prepared._config.hStream = cu.CUstream(9)
     args = (prepared._config, prepared._function, prepared._pointers, 0)

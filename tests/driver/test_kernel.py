@@ -7,7 +7,7 @@ from tinyvllm.driver.kernel import (
     LoadedKernel,
     PreparedLaunch,
     _check_limits,
-    _packer,
+    _packing,
 )
 from tinyvllm.driver.memory import MemPool, copy_to_host, memset
 from tinyvllm.driver.recorder import recording
@@ -30,7 +30,7 @@ __global__ void mix(double* out, int a, unsigned b, long long c, unsigned long l
 """
 KERNEL = Kernel("mix.cu", "mix", "ptr out, i32 a, u32 b, i64 c, u64 d, f32 e")
 ARGS = {"out": 4096, "a": -1, "b": 2**32 - 1, "c": -(2**40), "d": 2**63, "e": 0.5}
-LIMITS = LoadedKernel(None, None, 256, 1024, 0, _packer(KERNEL))
+LIMITS = LoadedKernel(None, None, 256, 1024, 0, *_packing(KERNEL))
 
 
 def test_arguments_are_packed_with_their_types():

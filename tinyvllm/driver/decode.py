@@ -14,6 +14,7 @@ from typing import Any
 
 from tinyvllm.driver.calls import driver_api, function
 from tinyvllm.driver.spec import PARAM_FORMATS, KernelSpec
+from tinyvllm.driver.tensor_map import described
 
 LONGEST_TEXT = 300  # bytes that are shown as text; longer ones by their length
 LONGEST_LIST = 16  # items that are shown
@@ -139,10 +140,15 @@ def _kernel_arguments(spec: KernelSpec, pointers: int) -> dict[str, Any]:
     values = (ctypes.c_uint64 * len(params)).from_address(pointers)
     found: dict[str, Any] = {}
     for (kind, name), address in zip(params, values, strict=True):
-        (value,) = struct.unpack("<" + PARAM_FORMATS[kind], ctypes.string_at(address, 8))
+        form = "<" + PARAM_FORMATS[kind]
+        (value,) = struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
         if kind == "f32":
             value = float(f"{value:.7g}")  # its digits: 1e-05, not 9.999999747378752e-06
-        found[name] = hex(value) if kind == "ptr" else value
+        elif kind == "ptr":
+            value = hex(value)
+        elif kind == "map":
+            value = described(value)
+        found[name] = value
     return found
 
 

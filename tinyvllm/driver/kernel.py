@@ -13,7 +13,8 @@ from tinyvllm.driver.calls import CudaError, call, driver_api, phase
 from tinyvllm.driver.compiler import arch_name, compile_all
 from tinyvllm.driver.decode import forget_kernel, name_kernel
 from tinyvllm.driver.device import Device, Stream
-from tinyvllm.driver.spec import PARAM_FORMATS, Kernel, KernelSpec, Launch
+from tinyvllm.driver.spec import PARAM_FORMATS, Kernel, KernelSpec, Launch, TensorMap
+from tinyvllm.driver.tensor_map import encode
 from tinyvllm.util import Closing, InputError
 
 DEFAULT_SMEM = 48 * 1024  # dynamic bytes beyond this need the function's permission
@@ -31,6 +32,7 @@ class LoadedKernel:
     static_smem: int
     dynamic_smem: int  # bytes allowed so far
     packer: struct.Struct
+    offsets: tuple[int, ...]  # of the parameters in what `packer` makes
 
 
 class KernelLoader(Closing):
@@ -86,13 +88,14 @@ class PreparedLaunch:
         self.launch = launch
         count = len(launch.args)
         # The driver takes an array of pointers to the values: both lie in this one block.
-        self._block = (ctypes.c_uint64 * (2 * count))()
+        self._block = (ctypes.c_uint64 * (count + kernel.packer.size // 8))()
         pointers = ctypes.addressof(self._block)
         values = pointers + 8 * count
-        self._block[:count] = list(range(values, values + 8 * count, 8))
+        self._block[:count] = [values + offset for offset in kernel.offsets]
+        args = [encode(arg) if isinstance(arg, TensorMap) else arg for arg in launch.args]
         try:
             # `struct` checks ranges, as ctypes does not.
-            kernel.packer.pack_into(self._block, 8 * count, *launch.args)
+            kernel.packer.pack_into(self._block, 8 * count, *args)
         except struct.error as error:
             raise InputError(f"{_describe(launch)}: {_bad_argument(launch, error)}") from None
         self._function, self._pointers = kernel.function, pointers
@@ -146,18 +149,22 @@ def _load(spec: KernelSpec, image: bytes, lowered_name: str) -> LoadedKernel:
         key = getattr(driver_api().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         return int(call("cuFuncGetAttribute", key, function))
 
+    packer, offsets = _packing(spec.kernel)
     return LoadedKernel(
         module,
         function,
         max_threads=limit("MAX_THREADS_PER_BLOCK"),
         static_smem=limit("SHARED_SIZE_BYTES"),
         dynamic_smem=0,
-        packer=_packer(spec.kernel),
+        packer=packer,
+        offsets=offsets,
     )
 
 
-def _packer(kernel: Kernel) -> struct.Struct:
-    return struct.Struct("<" + "".join(PARAM_FORMATS[kind] for kind, _ in kernel.params))
+def _packing(kernel: Kernel) -> tuple[struct.Struct, tuple[int, ...]]:
+    formats = [PARAM_FORMATS[kind] for kind, _ in kernel.params]
+    offsets = tuple(struct.calcsize("<" + "".join(formats[:i])) for i in range(len(formats)))
+    return struct.Struct("<" + "".join(formats)), offsets
 
 
 def _describe(launch: Launch) -> str:

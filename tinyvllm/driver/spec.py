@@ -18,8 +18,16 @@ CPP_TYPES = {
     DType.F32: "float",
     DType.I32: "int",
 }
-# A parameter of each type in a slot of eight bytes, as `struct` packs and unpacks it.
-PARAM_FORMATS = {"ptr": "Q", "i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q", "f32": "f4x"}
+# A parameter of each type in slots of eight bytes, as `struct` packs and unpacks it.
+PARAM_FORMATS = {
+    "ptr": "Q",
+    "i32": "i4x",
+    "u32": "I4x",
+    "i64": "q",
+    "u64": "Q",
+    "f32": "f4x",
+    "map": "128s",
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class Kernel:
     """A `__global__` function (template) of `cuda_src/`.
 
     `signature` names the kernel's parameters in order with their types, for example
-    "ptr x, ptr weight, ptr y, i32 K, f32 eps"; a test compares it with the source.
+    "ptr x, ptr weight, ptr y, i32 K, f32 eps"; a test compares it with the source. A "map" is a
+    `TensorMap`, here and in the source (cuda_src/include/tma.cuh).
     `arch` restricts the kernel to one architecture, for example "sm_90a". `pdl` says that it
     keeps the rules of programmatic dependent launch (cuda_src/include/common.cuh), so that it may
     be started while the kernel before it still runs.
@@ -96,8 +105,30 @@ class KernelSpec:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """A matrix in device memory that TMA (compute capability 9.0 and newer) moves box by box.
+
+    It has `rows` x `cols` elements of `dtype`, rows `row_stride` elements apart, from the device
+    address `ptr` on. A box of `box_rows` x `box_cols` elements lies in shared memory row by row,
+    its 16-byte chunks permuted within `swizzle` bytes (0, 32, 64 or 128). Elements of a box that
+    are outside of the matrix are read as 0 and not written. `ptr` and the bytes between rows must
+    be multiples of 16, box sides at most 256, and a box row no longer than `swizzle` bytes.
+    """
+
+    ptr: int
+    dtype: DType
+    rows: int
+    cols: int
+    row_stride: int
+    box_rows: int
+    box_cols: int
+    swizzle: int = 128
+
+
+@dataclass(frozen=True)
 class Launch:
-    """One kernel launch: everything but the stream. A "ptr" argument is a device address (int).
+    """One kernel launch: everything but the stream. A "ptr" argument is a device address (int),
+    a "map" a TensorMap.
 
     `pdl`: where the GPU can, it may start while the kernel before it still runs.
     """

@@ -321,7 +321,10 @@ class CudaExecutor:
             if b.kind == INPUT
             else (arena + plan.offsets[name])
         )
-        return DeviceArray(base, concrete(b.shape, dims), b.dtype or self._act)
+        # Its own arena has room for the limits; one in stream order is as large as this run needs.
+        room = concrete(b.shape, self._limits if arena == self.arena else dims)
+        shape = concrete(b.shape, dims)
+        return DeviceArray(base, shape, b.dtype or self._act, max_rows=room[0])
 
     def _fetch(
         self, p: Program, dims: Dims, plan: Plan, arena: int, names: tuple[str, ...]
