@@ -83,7 +83,7 @@ class RepeatedLaunch:
         kernel = self._loader.kernel(launch)
         args = [encode(arg) if isinstance(arg, TensorMap) else arg for arg in launch.args]
         try:
-            kernel.packer.pack_into(self._block, self._start, *args)
+            kernel.packer.pack_into(self._block.data, self._start, *args)
         except struct.error as error:
             raise InputError(f"{describe(launch)}: {bad_argument(launch, error)}") from None
         np.add(self._values[0], self._moves, out=self._values)

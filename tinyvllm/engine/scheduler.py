@@ -21,7 +21,8 @@ class Scheduler(Queues):
     """Continuous batching within a budget of tokens a step.
 
     Running requests decode first, so that they never starve; what is left of the budget goes to
-    prompts, in chunks, of one request at a time but for those that end in the same step.
+    prompts, in chunks, of one request at a time but for those that end in the same step. A chunk
+    beside decoding requests has no more than `long_prefill_token_threshold` tokens, if that is set.
 
     * Requests are admitted in the order of the policy, which `waiting` has; only
       samples of a prompt that is computed in the same step are passed over.
@@ -55,6 +56,7 @@ class Scheduler(Queues):
         enable_prefix_caching: bool = True,
         swapper: Swapper | None = None,
         preemption_mode: str = "auto",
+        long_prefill_token_threshold: int = 0,
     ) -> None:
         super().__init__(
             blocks,
@@ -70,6 +72,7 @@ class Scheduler(Queues):
         self.prefill_rate = RateMeter()  # tokens of prompts; whoever runs the steps adds
         self.preemption = Preemption(self.tables, self.swaps, preemption_mode, self.prefill_rate)
         self.preemption_threshold = preemption_threshold
+        self.long_prefill_token_threshold = long_prefill_token_threshold
         # Blocks in use up to which requests are admitted, and preempted ones return.
         self._admission_limit = round_down(preemption_threshold * blocks.num_blocks)
         self._return_limit = round_down((preemption_threshold - RETURN_MARGIN) * blocks.num_blocks)
@@ -219,6 +222,9 @@ class Scheduler(Queues):
         num_free = self.blocks.num_free // self.blocks.num_groups
         room = (len(request.block_ids[0]) + num_free) * self.blocks.block_size
         budget = self.max_num_batched_tokens - step.num_tokens
+        if step.num_decodes and self.long_prefill_token_threshold:
+            # The step would take as long as the prompt needs, and nobody has a token before.
+            budget = min(budget, self.long_prefill_token_threshold)
         end = min(request.num_tokens, start + budget, room)
         if end == start:
             return  # waits for blocks, keeping its own unless a more urgent request needs them
@@ -241,6 +247,7 @@ class Scheduler(Queues):
         while (
             index < len(self.waiting)
             and self._free_slots
+            and self._prefilling is None
             and step.num_tokens < self.max_num_batched_tokens
         ):
             request = self.waiting[index]

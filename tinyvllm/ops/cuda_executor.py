@@ -279,9 +279,7 @@ class CudaExecutor:
         found = self._launches.get(p.name)
         if found is None:
             ops = self._bound(p, self._limits, self.plans[p.name], self.arena)
-            found = self._launches[p.name] = ProgramLaunches(
-                p, ops, self._loader, self._stream
-            )
+            found = self._launches[p.name] = ProgramLaunches(p, ops, self._loader, self._stream)
         return found
 
     def _bound(self, p: Program, room: Dims, plan: Plan, arena: int) -> list[BoundOp]:
