@@ -61,8 +61,7 @@ class LLMEngine:
         self._running: deque[RunningStep] = deque()
         self._last_end = 0.0  # time.perf_counter() when the last step had ended
         self._monitor = Monitor(self.scheduler, self.backend, log=not config.disable_log_stats)
-        # Told of each step that is launched, for whoever measures.
-        self.on_launch: Callable[[ScheduledStep], None] | None = None
+        self.on_launch: Callable[[ScheduledStep], None] | None = None  # for whoever measures
         self._closed = False
         self._sleeping = False
         # Launching step n + 1 before reading the tokens of step n keeps a GPU busy while the host
@@ -173,7 +172,7 @@ class LLMEngine:
         if scheduled is not None:
             self._running.append(self._runner.launch(scheduled))
             self._monitor.launched(scheduled)
-            if self.on_launch is not None:
+            if self.on_launch:
                 self.on_launch(scheduled)
         if not self._running:
             self.scheduler.wait_for_copy()  # if there are any, all others wait for them
