@@ -41,6 +41,9 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.75, "share of the memory free at start to use")
     max_num_seqs: int = option(256, "most sequences in one step")
     max_num_batched_tokens: int = option(8192, "most tokens in one step")
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step in which others decode (0: no limit)"
+    )
     block_size: int = option(16, "tokens in one KV block", BLOCK_SIZES)
     scheduling_policy: str = option("fcfs", "which waiting request is next", SCHEDULING_POLICIES)
     preemption_threshold: float = option(0.85, "share of KV blocks in use above which none starts")
@@ -89,6 +92,7 @@ class EngineConfig:
                 raise InputError(f"{name}={getattr(self, name)!r}: must be text")
         check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 1 << 20)
         check_int("seed", self.seed, 0, (1 << 63) - 1)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 1, 1 << 24)

@@ -40,7 +40,7 @@ def test_ops_of_all_layers_share_a_label_and_products_are_told_apart():
 
 def test_a_step_is_printed_with_rates_and_ratios(capsys):
     step = kernels.StepTime("decode.plain", 2, 300, (PRODUCT, NORM), 0.1, 0.08, 0.05)
-    kernels._print_step(step)
+    kernels.print_step(step)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "decode.plain, batch 2, context 300"
     assert out[2].split()[2:] == ["16", "1", "4.00", "2.00", "2.00", "2.00", "4.0", "64.0%"]

@@ -13,6 +13,7 @@ from comparison import tokens_of
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
+from tinyvllm.driver.kernel import LoadedKernel, _packing
 from tinyvllm.driver.recorder import recording
 from tinyvllm.engine import cuda_backend
 from tinyvllm.engine.engine import LLMEngine
@@ -43,6 +44,8 @@ class IdleLaunch:
 class FakeLoader:
     """Kernels that do nothing, and so need not be compiled."""
 
+    pdl = True
+
     def __init__(self, device):
         pass
 
@@ -57,6 +60,9 @@ class FakeLoader:
 
     def prepare(self, launch):
         return IdleLaunch()
+
+    def kernel(self, launch):
+        return LoadedKernel(None, 0, 1024, 0, 0, *_packing(launch.spec.kernel))
 
 
 @pytest.fixture

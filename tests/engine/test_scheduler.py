@@ -307,6 +307,7 @@ def test_random_streams_match_naive_model(seed, lag):
         swap_blocks=swap_blocks,
         polls=rng.choice([0, 1, 5]),
         preemption_mode=rng.choice(["auto", "swap"]),
+        long_prefill_token_threshold=rng.choice([0, 0, 1, 3]),
     )
     stream = deque(random_stream(rng, scheduler, 18))
     requests, aborted = [], set()
@@ -378,6 +379,21 @@ def test_decode_rows_come_first_and_prompts_share_the_rest():
     assert [step.num_decodes for step in steps] == [0, 1, 3]
     assert [row.request.request_id for row in steps[1].joins] == ["c"]
     assert [len(step.sampling_rows) for step in steps] == [1, 3, 3]
+
+
+def test_long_prompt_is_cut_smaller_while_others_decode():
+    scheduler = make_scheduler(100, seqs=5, budget=16, long_prefill_token_threshold=3)
+    scheduler.add(make_request("first", range(1, 21)))
+    assert [r.num_tokens for r in scheduler.schedule().rows] == [16], "nobody decodes"
+    for name, length in (("long", 8), ("short", 2)):
+        scheduler.add(make_request(name, range(1, length + 1)))
+    # The end of the first prompt, and what the budget leaves to others: nobody decodes yet.
+    assert [r.num_tokens for r in scheduler.schedule().rows] == [4, 8, 2]
+    scheduler.add(make_request("late", range(20, 27)))
+    scheduler.add(make_request("last", range(1)))
+    steps = [scheduler.schedule() for _ in range(3)]
+    assert [[r.num_tokens for r in step.prefill_rows] for step in steps] == [[3], [3], [1, 1]]
+    assert [step.num_decodes for step in steps] == [3, 3, 3]
 
 
 def test_latest_arrival_is_preempted_and_keeps_its_tokens():

@@ -249,7 +249,7 @@ def bench_kernels(
         for batch, context in itertools.product(batches, contexts):
             steps.append(bench.step(phase, sampler, batch, context))
             if not as_json:
-                _print_step(steps[-1])
+                print_step(steps[-1])
         if rows:
             counts = list(range(1, bench.limits["R"] + 1))
             padded = {c: bench.rows(sampler, c, counts) for c in contexts}
@@ -267,7 +267,8 @@ def bench_kernels(
         Path(svg).write_text(roofline_svg(title, rates.copy, rates.flops, points))
 
 
-def _print_step(step: StepTime) -> None:
+def print_step(step: StepTime) -> None:
+    """A table of the step's ops."""
     print(f"{step.program}, batch {step.batch}, context {step.context}")
     print(
         f"{'op':<28} {'count':>5} {'kernels':>7} {'us':>9} {'floor':>8} {'ratio':>6} {'TB/s':>6} "

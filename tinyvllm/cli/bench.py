@@ -11,6 +11,7 @@ from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.sampling_params import SAMPLERS
 
 PHASES = ("decode", "prefill")
+LOADS = ("nano-vllm", "uniform", "sharegpt", "long-prompts")
 
 
 def add(commands: Commands) -> None:
@@ -62,6 +63,8 @@ def add(commands: Commands) -> None:
     _finish(serve, run_serve)
 
     _finish(kinds.add_parser("load", help="rate of loading safetensors onto the GPU"), run_load)
+    _add_throughput(kinds)
+    _add_prefill(kinds)
     _add_sweep(kinds)
     _add_preemption(kinds)
 
@@ -73,6 +76,43 @@ def add(commands: Commands) -> None:
     memory.add_argument("--context", type=int, default=256, help="tokens before a decode step")
     memory.add_argument("--json", action="store_true", help="print one JSON object")
     _finish(memory, run_memory)
+
+
+def _add_throughput(kinds: Commands) -> None:
+    parser = kinds.add_parser("throughput", help="whole loads, next to their floors")
+    parser.add_argument(
+        "--loads", nargs="+", choices=LOADS, default=LOADS[:3], help="(default: %(default)s)"
+    )
+    parser.add_argument("--lengths", help="file with a request a line: length in, length out")
+    parser.add_argument(
+        "--vary-max-num-seqs", type=int, nargs="+", metavar="N", help="values to compare"
+    )
+    parser.add_argument(
+        "--vary-max-num-batched-tokens", type=int, nargs="+", metavar="N", help="values to compare"
+    )
+    parser.add_argument("--runs", type=int, default=2, help="the first one captures CUDA graphs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _finish(parser, run_throughput)
+
+
+def _add_prefill(kinds: Commands) -> None:
+    parser = kinds.add_parser("prefill", help="prompts alone, in chunks of several sizes")
+    parser.add_argument(
+        "--prompts", type=_shape, nargs="+", default=[(1, 8192), (32, 1024)], help="e.g. 32x1024"
+    )
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="tokens of a step"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="runs, of which the median counts")
+    parser.add_argument("--ops", action="store_true", help="a table of the ops of a step too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _finish(parser, run_prefill)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """How many prompts, and of how many tokens each."""
+    prompts, _, length = text.partition("x")
+    return int(prompts), int(length)
 
 
 def _add_sweep(kinds: Commands) -> None:
@@ -186,6 +226,35 @@ def run_load(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.load import bench_load
 
     bench_load(config)
+
+
+def run_throughput(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.lengths import read_lengths
+    from tinyvllm.bench.loads import of_lengths
+    from tinyvllm.bench.throughput import Setting, bench_throughput, make_loads
+
+    if args.lengths is None:
+        loads = make_loads(config, args.loads, config.seed)
+    else:
+        from tinyvllm.model.hub import resolve_model
+
+        model = resolve_model(config.model, config.load_format, config.revision)
+        lengths = read_lengths(args.lengths)
+        loads = [of_lengths(args.lengths, lengths, model.config.vocab_size, config.seed)]
+    settings = [
+        Setting(seqs, tokens)
+        for seqs in args.vary_max_num_seqs or [config.max_num_seqs]
+        for tokens in args.vary_max_num_batched_tokens or [config.max_num_batched_tokens]
+    ]
+    bench_throughput(config, loads, settings, runs=args.runs, as_json=args.json)
+
+
+def run_prefill(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.prefill import bench_prefill
+
+    bench_prefill(
+        config, args.prompts, args.chunks, runs=args.runs, ops=args.ops, as_json=args.json
+    )
 
 
 def run_sweep(args: argparse.Namespace, config: EngineConfig) -> None:

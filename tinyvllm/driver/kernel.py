@@ -43,7 +43,7 @@ class KernelLoader(Closing):
         self.arch = arch_name(device.info.compute_capability)
         self._cache = kernel_cache or KernelCache()
         self._loaded: dict[KernelSpec, LoadedKernel] = {}
-        self._pdl = device.info.compute_capability >= (9, 0)
+        self.pdl = device.info.compute_capability >= (9, 0)
 
     def load_all(self, specs: Iterable[KernelSpec], jobs: int | None = None) -> None:
         """Compiles in parallel, then loads, every spec that is not loaded yet.
@@ -51,6 +51,8 @@ class KernelLoader(Closing):
         Raises CompileError for a kernel that does not compile.
         """
         missing = [spec for spec in specs if spec not in self._loaded]
+        if not missing:
+            return
         compiled = compile_all(missing, self.arch, jobs, self._cache)
         with phase("compile"):
             for spec, kernel in compiled.items():
@@ -62,16 +64,21 @@ class KernelLoader(Closing):
         Raises InputError, naming the kernel and the limit, for a grid, block, amount of shared
         memory or argument that is out of range.
         """
-        if launch.spec not in self._loaded:
+        return PreparedLaunch(launch, self.kernel(launch), launch.pdl and self.pdl)
+
+    def kernel(self, launch: Launch) -> LoadedKernel:
+        """The kernel of a launch, loaded and allowed what the launch needs; see `prepare`."""
+        kernel = self._loaded.get(launch.spec)
+        if kernel is None:
             self.load_all([launch.spec])
-        kernel = self._loaded[launch.spec]
+            kernel = self._loaded[launch.spec]
         _check_limits(launch, kernel, self.device.info.smem_per_block)
         if launch.smem > max(kernel.dynamic_smem, DEFAULT_SMEM - kernel.static_smem):
             attribute = driver_api().CUfunction_attribute
             key = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             call("cuFuncSetAttribute", kernel.function, key, launch.smem)
             kernel.dynamic_smem = launch.smem
-        return PreparedLaunch(launch, kernel, launch.pdl and self._pdl)
+        return kernel
 
     def close(self) -> None:
         """Unloads all kernels; launches prepared from them must not run any more."""
@@ -97,9 +104,9 @@ class PreparedLaunch:
             # `struct` checks ranges, as ctypes does not.
             kernel.packer.pack_into(self._block, 8 * count, *args)
         except struct.error as error:
-            raise InputError(f"{_describe(launch)}: {_bad_argument(launch, error)}") from None
+            raise InputError(f"{describe(launch)}: {bad_argument(launch, error)}") from None
         self._function, self._pointers = kernel.function, pointers
-        self._config = _launch_config(launch, pdl)
+        self._config = launch_config(launch, pdl)
 
     def load(self) -> None:
         """Brings the kernel onto the device; the driver would wait for its first launch."""
@@ -111,10 +118,10 @@ class PreparedLaunch:
         try:
             call("cuLaunchKernelEx", self._config, self._function, self._pointers, 0)
         except CudaError as error:
-            raise error.with_detail(_describe(self.launch)) from None
+            raise error.with_detail(describe(self.launch)) from None
 
 
-def _launch_config(launch: Launch, pdl: bool) -> Any:
+def launch_config(launch: Launch, pdl: bool) -> Any:
     cu = driver_api()
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
@@ -167,30 +174,30 @@ def _packing(kernel: Kernel) -> tuple[struct.Struct, tuple[int, ...]]:
     return struct.Struct("<" + "".join(formats)), offsets
 
 
-def _describe(launch: Launch) -> str:
+def describe(launch: Launch) -> str:
     return f"{launch.spec.name}, grid {launch.grid}, block {launch.block}, smem {launch.smem}"
 
 
 def _check_limits(launch: Launch, kernel: LoadedKernel, smem_per_block: int) -> None:
     if not all(1 <= size <= limit for size, limit in zip(launch.grid, MAX_GRID, strict=True)):
-        raise InputError(f"{_describe(launch)}: the grid must be from 1 to {MAX_GRID}")
+        raise InputError(f"{describe(launch)}: the grid must be from 1 to {MAX_GRID}")
     if not 1 <= launch.cluster <= MAX_CLUSTER or launch.grid[0] % launch.cluster:
         raise InputError(
-            f"{_describe(launch)}: clusters of {launch.cluster} blocks: must be from 1 to "
+            f"{describe(launch)}: clusters of {launch.cluster} blocks: must be from 1 to "
             f"{MAX_CLUSTER} and divide the grid"
         )
     if not 1 <= launch.block <= kernel.max_threads:
         raise InputError(
-            f"{_describe(launch)}: the block must be from 1 to {kernel.max_threads} threads"
+            f"{describe(launch)}: the block must be from 1 to {kernel.max_threads} threads"
         )
     if not 0 <= launch.smem <= smem_per_block - kernel.static_smem:
         raise InputError(
-            f"{_describe(launch)}: a block may use {smem_per_block} bytes of shared memory, of "
+            f"{describe(launch)}: a block may use {smem_per_block} bytes of shared memory, of "
             f"which {kernel.static_smem} are static"
         )
 
 
-def _bad_argument(launch: Launch, error: struct.error) -> str:
+def bad_argument(launch: Launch, error: struct.error) -> str:
     """Names the argument that `struct` refused (it names only the format)."""
     for (kind, name), value in zip(launch.spec.kernel.params, launch.args, strict=True):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ from tinyvllm.engine.row_lists import row_lists
 from tinyvllm.engine.runner import ModelRunner, RunningStep
 from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.stats import EngineStats
+from tinyvllm.engine.step import ScheduledStep
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
@@ -50,6 +52,7 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
             swapper=self.backend.swapper,
             preemption_mode=config.preemption_mode,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         self._runner = ModelRunner(
             self.backend, self.tokenizer, seed=config.seed, enforce_eager=config.enforce_eager
@@ -58,6 +61,7 @@ class LLMEngine:
         self._running: deque[RunningStep] = deque()
         self._last_end = 0.0  # time.perf_counter() when the last step had ended
         self._monitor = Monitor(self.scheduler, self.backend, log=not config.disable_log_stats)
+        self.on_launch: Callable[[ScheduledStep], None] | None = None  # for whoever measures
         self._closed = False
         self._sleeping = False
         # Launching step n + 1 before reading the tokens of step n keeps a GPU busy while the host
@@ -168,6 +172,8 @@ class LLMEngine:
         if scheduled is not None:
             self._running.append(self._runner.launch(scheduled))
             self._monitor.launched(scheduled)
+            if self.on_launch:
+                self.on_launch(scheduled)
         if not self._running:
             self.scheduler.wait_for_copy()  # if there are any, all others wait for them
         elif scheduled is None or len(self._running) == self._max_running:

@@ -177,6 +177,9 @@ class Request:
                 raise InputError(f"{name}: {option}={value}: the model has {vocab_size} tokens")
         stop = self.params.stop_token_ids
         for what, ids in (("prompt", self.prompt_token_ids), ("stop_token_ids", stop)):
+            # The usual case without a look at each by itself: prompts are long.
+            if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+                continue
             for i, token in enumerate(ids):
                 if isinstance(token, bool) or not isinstance(token, int):
                     raise InputError(f"{name}: {what}[{i}]={token!r}: a token id is an integer")

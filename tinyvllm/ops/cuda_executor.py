@@ -25,38 +25,18 @@ from tinyvllm.ops.executor import (
     InputLayout,
     Recent,
     Report,
-    bind,
     follows,
     plan_program,
     scratch_name,
-    writes_nothing,
 )
+from tinyvllm.ops.launches import BoundOp, Place, ProgramLaunches
 from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Op, Program, concrete
-from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType
 
-MAX_PREPARED = 128  # runs kept ready, as packed launches or as a graph: decode repeats its sizes
+MAX_GRAPHS = 256  # kept ready: decode repeats its sizes
 NUM_SLOTS = 8  # runs whose inputs and outputs may be on their way at once
 TRACK = "compute stream"  # what traces call it
 OUTPUT_SLOT_BYTES = 1 << 20  # token ids and log-probabilities; larger fetches get their own
-
-
-class _LaunchList:
-    """Launches that run one after the other, each a call of the driver."""
-
-    def __init__(self, launches: list[PreparedLaunch]) -> None:
-        self._launches = launches
-
-    def run(self, stream: Stream) -> None:
-        for launch in self._launches:
-            launch.run(stream)
-
-    def close(self) -> None:
-        """Nothing to free: the kernels belong to the loader."""
-
-
-def _flat(by_op: list[tuple[Op, list[PreparedLaunch]]]) -> list[PreparedLaunch]:
-    return [launch for _, launches in by_op for launch in launches]
 
 
 class CudaExecutor:
@@ -97,6 +77,7 @@ class CudaExecutor:
             if b.name not in self._arrays
         }
         self._inputs = InputLayout.of(list(buffers.values()), limits)
+        self._launches: dict[str, ProgramLaunches] = {}  # by program, made when it first runs
         self._previous: tuple[Program, Dims] | None = None
         self._timing: tuple[LaunchTimer, Report] | None = None
         self._owned = ExitStack()
@@ -108,8 +89,8 @@ class CudaExecutor:
             owned.callback(self._staging.close)
             self._outputs = OutputRing(NUM_SLOTS, OUTPUT_SLOT_BYTES)
             owned.callback(self._outputs.close)
-            self._prepared = Recent[_LaunchList | GraphExec](MAX_PREPARED, lambda run: run.close())
-            owned.callback(self._prepared.clear)
+            self._graphs = Recent[GraphExec](MAX_GRAPHS, lambda graph: graph.close())
+            owned.callback(self._graphs.clear)
             self._owned = owned.pop_all()
 
     @property
@@ -134,19 +115,22 @@ class CudaExecutor:
             plan = plan_program(p, dims, self._act, self._info)
             arena = self._pool.alloc(plan.arena_bytes, self._stream)
             try:
-                _LaunchList(_flat(self._prepare(p, dims, plan, arena))).run(self._stream)
+                for op in self._bound(p, dims, plan, arena):
+                    self.launch(op.launches(dims))
                 return self._fetch(p, dims, plan, arena, fetch)
             finally:
                 self._pool.free(arena, self._stream)
         if self._timing is not None:
             return self._run_timed(p, sizes, dims, fetch)
-        key = (program, graph, *dims.values())
-        ready = self._prepared.get(key)
-        if ready is None:
-            launches = _flat(self._prepare(p, dims, self.plans[program], self.arena))
-            ready = self._capture(launches) if graph else _LaunchList(launches)
-            self._prepared.put(key, ready)
-        ready.run(self._stream)
+        if graph:
+            key = (program, *dims.values())
+            ready = self._graphs.get(key)
+            if ready is None:
+                ready = self._capture(p, dims)
+                self._graphs.put(key, ready)
+            ready.run(self._stream)
+        else:
+            self._launches_of(p).run(dims)
         self._previous = p, dims
         return self._fetch(p, dims, self.plans[program], self.arena, fetch)
 
@@ -160,8 +144,9 @@ class CudaExecutor:
 
         What they compute depends on the inputs and states that an earlier `run` has left.
         """
-        p, dims = self._programs[program], {**self._limits, **dims}
-        return self._prepare(p, dims, self.plans[program], self.arena)
+        dims = {**self._limits, **dims}
+        ops = self._launches_of(self._programs[program]).ops
+        return [(bound.op, self.prepare(bound.launches(dims))) for bound in ops]
 
     def launch(self, launches: Iterable[Launch]) -> None:
         """Runs launches that belong to no program, in stream order."""
@@ -268,11 +253,12 @@ class CudaExecutor:
             copy_to_device(self._input_region + start, slot.array[start:end], self._stream)
         self._staging.release(slot, self._stream)
 
-    def _capture(self, launches: list[PreparedLaunch]) -> GraphExec:
-        """The launches as one graph: a decode step then costs the host one call."""
+    def _capture(self, p: Program, dims: Dims) -> GraphExec:
+        """A program's launches as one graph: a decode step then costs the host one call."""
+        launches = self._launches_of(p)
         with phase("capture"):
             with capture(self._stream) as graph:
-                _LaunchList(launches).run(self._stream)
+                launches.run(dims)
             with graph:
                 return graph.instantiate()
 
@@ -282,49 +268,61 @@ class CudaExecutor:
         """Runs a program launch by launch and reports the times; `sizes` are those to report."""
         assert self._timing is not None
         timer, report = self._timing
-        launches = _flat(self._prepare(p, dims, self.plans[p.name], self.arena))
+        by_op = self.launches_by_op(p.name, dims)
+        launches = [launch for _, launches in by_op for launch in launches]
         report(TRACK, *timer.run(p.name, sizes, launches, self._loader, self._stream))
         self._previous = p, dims
         return self._fetch(p, dims, self.plans[p.name], self.arena, fetch)
 
-    def _prepare(
-        self, p: Program, dims: Dims, plan: Plan, arena: int
-    ) -> list[tuple[Op, list[PreparedLaunch]]]:
-        by_op: list[tuple[Op, list[Launch]]] = []
-        for i, op in enumerate(p.ops):
-            if writes_nothing(p, op, dims):
-                continue
-            operands = bind(
-                op,
-                dims,
-                self._act,
-                lambda name: self._array(p, name, dims, plan, arena),
-                arena + plan.offsets.get(scratch_name(i), 0),
-            )
-            by_op.append((op, op_def(op.kind).launches(operands, self._info)))
-        self._loader.load_all({launch.spec for _, launches in by_op for launch in launches})
-        return [(op, [self._loader.prepare(one) for one in launches]) for op, launches in by_op]
+    def _launches_of(self, p: Program) -> ProgramLaunches:
+        """The launches of a program in the executor's arena."""
+        found = self._launches.get(p.name)
+        if found is None:
+            ops = self._bound(p, self._limits, self.plans[p.name], self.arena)
+            found = self._launches[p.name] = ProgramLaunches(p, ops, self._loader, self._stream)
+        return found
 
-    def _array(self, p: Program, name: str, dims: Dims, plan: Plan, arena: int) -> DeviceArray:
+    def _bound(self, p: Program, room: Dims, plan: Plan, arena: int) -> list[BoundOp]:
+        """The ops of a program whose buffers lie in an arena with room for such sizes."""
+        return [
+            BoundOp(
+                p,
+                op,
+                lambda name: self._place(p, name, room, plan, arena),
+                act=self._act,
+                info=self._info,
+                scratch=arena + plan.offsets.get(scratch_name(i), 0),
+            )
+            for i, op in enumerate(p.ops)
+        ]
+
+    def _place(
+        self, p: Program, name: str, room: Dims, plan: Plan, arena: int
+    ) -> Place | DeviceArray:
+        """Where a buffer or weight is; all of it where that does not depend on a run's sizes."""
         if name in self._arrays:
             return self._arrays[name]
         b = p.buffers[name]
         if b.parent is not None:
-            parent = self._array(p, b.parent, dims, plan, arena)
+            parent = self._place(p, b.parent, room, plan, arena)
+            assert isinstance(parent, Place)
             return parent.columns(b.column, int(b.shape[-1]))
         if b.kind == EXTERNAL:
             assert self._previous is not None, f"{p.name} runs after another program"
-            before, before_dims = self._previous
-            return self._array(before, name, before_dims, self.plans[before.name], self.arena)
+            before, dims = self._previous
+            place = self._place(before, name, self._limits, self.plans[before.name], self.arena)
+            return place.array(dims) if isinstance(place, Place) else place
         base = (
             self._input_region + self._inputs.offsets[name]
             if b.kind == INPUT
             else (arena + plan.offsets[name])
         )
-        # Its own arena has room for the limits; one in stream order is as large as this run needs.
-        room = concrete(b.shape, self._limits if arena == self.arena else dims)
-        shape = concrete(b.shape, dims)
-        return DeviceArray(base, shape, b.dtype or self._act, max_rows=room[0])
+        return Place(base, b.shape, b.dtype or self._act, max_rows=concrete(b.shape[:1], room)[0])
+
+    def _array(self, p: Program, name: str, dims: Dims, plan: Plan, arena: int) -> DeviceArray:
+        room = self._limits if arena == self.arena else dims
+        place = self._place(p, name, room, plan, arena)
+        return place.array(dims) if isinstance(place, Place) else place
 
     def _fetch(
         self, p: Program, dims: Dims, plan: Plan, arena: int, names: tuple[str, ...]
