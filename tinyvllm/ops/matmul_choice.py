@@ -42,6 +42,14 @@ MATMUL = Kernel("matmul.cu", "matmul_kernel", f"{_SIGNATURE}, i32 split", pdl=Tr
 MATMUL_WIDE = Kernel(
     "matmul_wide.cu", "matmul_wide_kernel", f"{_SIGNATURE}, i32 split", arch="sm_90a", pdl=True
 )
+MATMUL_HOPPER = Kernel(
+    "matmul_hopper.cu",
+    "matmul_hopper_kernel",
+    "map x_map, map weight_map, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
+    "i32 residual_stride, i32 y_stride, i32 split, i32 group",
+    arch="sm_90a",
+    pdl=True,
+)
 MATMUL_FEW_ROWS = Kernel("matmul_few_rows.cu", "matmul_few_rows_kernel", _SIGNATURE, pdl=True)
 
 # Constants of matmul_few_rows.cu: columns of y in a block, elements of K in a step, steps whose
@@ -57,6 +65,7 @@ TILE_K = 64  # of the tiled kernels
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
+HOPPER_WARP_BUFFER = 16 * (128 + 16)  # bytes for 16 rows of at most 128 bytes, padded
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -105,6 +114,37 @@ class WideTile(NamedTuple):
         return self.stages * (self.rows + self.cols) * TILE_K * 2
 
 
+class HopperTile(NamedTuple):
+    """A specialisation of matmul_hopper.cu: a tile of y, its pipeline, and how blocks work together.
+
+    A tile has 64 * `parts` rows for each of `consumers` warpgroups, unless these `alternate`, and
+    `cols` columns. `cluster_m` x `cluster_n` neighbouring tiles share what they load.
+    """
+
+    parts: int
+    consumers: int
+    cols: int
+    stages: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    alternate: bool = False
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.parts * (1 if self.alternate else self.consumers)
+
+    @property
+    def smem(self) -> int:
+        """Bytes of dynamic shared memory: stages, a buffer for each warp's results, barriers."""
+        tiles = self.stages * (self.rows + self.cols) * TILE_K * 2
+        return tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * (2 * self.stages + self.consumers)
+
+    def threads(self, split: int) -> int:
+        """Consumers and the producer: a warpgroup where it gives away registers."""
+        gives = self.parts * self.cols >= 256 and split == 1
+        return 128 * self.consumers + (128 if gives else 32)
+
+
 TILES = (
     Tile(128, 128, 2, 2, 3, 1.0),
     Tile(64, 64, 2, 2, 5, 0.7),
@@ -133,6 +173,9 @@ class Choice(NamedTuple):
     smem: int
     split: int = 1
     pdl: bool = True
+    cluster: int = 1
+    boxes: tuple[int, int] = (0, 0)  # rows of x and of weight in a copy by TMA
+    group: int = 16  # tiles along M that are worked on before the next column of tiles
 
 
 def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
@@ -145,12 +188,35 @@ def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
     if device.kernel_path == "hopper":
         tile = _wide_tile(M, N, K, device)
         tiles, split = _tiles(tile, M, N), _split(tile, M, N, K, device)
-        return Choice(MATMUL_WIDE, tile[:3], tiles * split, tile.threads, tile.smem, split)
+        return Choice(
+            MATMUL_WIDE, tile[:3], tiles * split, tile.threads, tile.smem, split, cluster=split
+        )
     if _has_clusters(device) and SPLIT_TILES[-1].rows >= M:
         small = next(t for t in SPLIT_TILES if t.rows >= M)
         tiles, split = _tiles(small, M, N), _split(small, M, N, K, device)
-        return Choice(MATMUL, small[:5], tiles * split, small.threads, small.smem, split)
+        return Choice(
+            MATMUL, small[:5], tiles * split, small.threads, small.smem, split, cluster=split
+        )
     return _large_tiles(M, N, device)
+
+
+def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo) -> Choice:
+    """A launch of matmul_hopper.cu: a block for each tile and part of K, or blocks that stay."""
+    cluster = tile.cluster_m * tile.cluster_n
+    assert split == 1 or cluster == 1
+    tiles = ceil_div(M, tile.rows * tile.cluster_m) * ceil_div(N, tile.cols * tile.cluster_n)
+    places = device.num_sms * (2 if tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10 else 1)
+    clusters = tiles if split > 1 else min(tiles, places // cluster)
+    return Choice(
+        MATMUL_HOPPER,
+        (*tile, split > 1),
+        clusters * cluster * split,
+        tile.threads(split),
+        tile.smem,
+        split,
+        cluster=cluster * split,
+        boxes=(tile.rows // tile.cluster_n, tile.cols // tile.cluster_m),
+    )
 
 
 def few_rows_warps(K: int) -> int:
