@@ -7,12 +7,12 @@
 // store their rows, while the producer is already loading for the next tile. Blocks stay and take
 // tile after tile.
 //
-// With ALTERNATE each consumer has tiles of its own, of 64 * PARTS rows, and one stores while another
+// With ALTERNATE each consumer has tiles of its own, of 64 * PARTS rows: one stores while another
 // multiplies.
 //
 // CLUSTER_M x CLUSTER_N neighbouring tiles are worked on by a cluster: each block loads a part of
-// what they have in common and sends it to all that need it. With SPLIT, a cluster of `split` blocks
-// shares out K of one tile instead, and adds up the sums at the end.
+// what they have in common and sends it to all that need it. With SPLIT, a cluster of `split`
+// blocks shares out K of one tile instead, and adds up the sums at the end.
 //
 // Bound: up to some 150 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
 #include "matmul_tile.cuh"
@@ -79,111 +79,143 @@ template <typename T, typename Out, int BN, bool SILU> struct RowStore {
   i64 residual_stride, y_stride;
   u32 buffer;
 
-  // The residual's elements that belong to this lane's sums of a piece.
-  __device__ __forceinline__ void load(Residual& add, int row0, int col0) const {
-    const int lane = threadIdx.x % kWarpSize;
+  // Adds the bias to the sums of 16 rows. The first is for weight row `weight_row`.
+  __device__ __forceinline__ void add_bias(float (&sum)[BN / 2], int weight_row) const {
+    const int num_rows = num_cols * kOperands;
+    const int first = weight_row + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < kPiece / 8; j++) {
+    for (int j = 0; j < BN / 8; j++) {
+      const int row = first + 8 * j;
+      if (row < num_rows) {
+        const bool both = row + 1 < num_rows;
+        const float2 b = load2(bias + row, both, both);
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int row = row0 + lane / 4 + 8 * half;
-        const int col = col0 + 8 * j + lane % 4 * 2;
-        add[j][half] = 0;
-        if (residual != nullptr && row < M && col < num_cols) {
-          const T* const p = residual + row * residual_stride + col;
-          if (col + 1 < num_cols && residual_stride % 2 == 0) {
-            add[j][half] = *reinterpret_cast<const u32*>(p);
-          } else {
-            const float2 v = load2(p, col + 1 < num_cols, false);
-            add[j][half] = pack2<T>(v.x, v.y);
-          }
+        for (int half = 0; half < 2; half++) {
+          sum[4 * j + 2 * half] += b.x;
+          sum[4 * j + 2 * half + 1] += b.y;
         }
       }
     }
   }
 
-  __device__ __forceinline__ float2 with_bias(float2 v, int weight_row) const {
-    if (bias == nullptr || weight_row >= num_cols * kOperands) return v;
-    const bool both = weight_row + 1 < num_cols * kOperands;
-    const float2 b = load2(bias + weight_row, both, both);
-    return {v.x + b.x, v.y + b.y};
+  // The residual's elements that belong to this lane's sums of a piece.
+  __device__ __forceinline__ void load(Residual& add, int row0, int col0) const {
+    const int row = row0 + threadIdx.x % kWarpSize / 4;
+    const int col = col0 + threadIdx.x % 4 * 2;
+    const T* const p = residual + row * residual_stride + col;
+    if (residual_stride % 2 == 0 && row0 + 16 <= M && col0 + kPiece <= num_cols) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int j = 0; j < kPiece / 8; j++) {
+          add[j][half] = *reinterpret_cast<const u32*>(p + 8 * half * residual_stride + 8 * j);
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int j = 0; j < kPiece / 8; j++) {
+        add[j][half] = 0;
+        if (row + 8 * half < M && col + 8 * j < num_cols) {
+          const T* const from = p + 8 * half * residual_stride + 8 * j;
+          const float2 v = load2(from, col + 8 * j + 1 < num_cols, false);
+          add[j][half] = pack2<T>(v.x, v.y);
+        }
+      }
+    }
   }
 
   template <int PIECE>
-  __device__ __forceinline__ void store(const float (&sum)[BN / 2], const Residual& add, int row0,
-                                        int col0) const {
-    const int lane = threadIdx.x % kWarpSize;
+  __device__ __forceinline__ void add_residual(float (&sum)[BN / 2], const Residual& add) const {
 #pragma unroll
     for (int j = 0; j < kPiece / 8; j++) {
-      const int tile = (PIECE * (kPiece / 8) + j) * kOperands;  // of 8 weight rows
-      const int weight_row = (col0 + 8 * j) * kOperands + lane % 4 * 2;
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const int i = 4 * tile + 2 * half;
-        float2 v = with_bias({sum[i], sum[i + 1]}, weight_row);
-        if constexpr (SILU) {
-          const float2 up = with_bias({sum[i + 4], sum[i + 5]}, weight_row + 8);
-          v = {silu(v.x) * up.x, silu(v.y) * up.y};
-        }
+        const int i = 4 * (PIECE * (kPiece / 8) + j) + 2 * half;
         const float2 r = unpack2<T>(add[j][half]);
-        v = {v.x + r.x, v.y + r.y};
-        const u32 row = buffer + (lane / 4 + 8 * half) * kPitch;
+        sum[i] += r.x;
+        sum[i + 1] += r.y;
+      }
+    }
+  }
+
+  template <int PIECE>
+  __device__ __forceinline__ void store(const float (&sum)[BN / 2], int row0, int col0) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const u32 mine = buffer + lane / 4 * kPitch + lane % 4 * (2 * sizeof(Out));
+#pragma unroll
+    for (int j = 0; j < kPiece / 8; j++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int i = 4 * (PIECE * (kPiece / 8) + j) * kOperands + 2 * half;
+        float2 v = {sum[i], sum[i + 1]};
+        if constexpr (SILU) v = {silu(v.x) * sum[i + 4], silu(v.y) * sum[i + 5]};
+        const u32 to = mine + 8 * half * kPitch + j * (8 * sizeof(Out));
         if constexpr (sizeof(Out) == 4) {
-          store_shared(row + 4 * (8 * j + lane % 4 * 2), v);
+          store_shared(to, v);
         } else {
-          store_shared(row + 2 * (8 * j + lane % 4 * 2), pack2<Out>(v.x, v.y));
+          store_shared(to, pack2<Out>(v.x, v.y));
         }
       }
     }
     __syncwarp();
     constexpr int kVecs = kPiece / kVec;  // in a row
-    const bool aligned = reinterpret_cast<u64>(y) % 16 == 0 && y_stride % kVec == 0;
+    constexpr int kRows = kWarpSize / kVecs;  // at a time
+    const int row = lane / kVecs;
+    const int col = col0 + lane % kVecs * kVec;
+    const u32 from = buffer + row * kPitch + lane % kVecs * 16;
+    Out* const to = y + (row0 + row) * y_stride + col;
+    const bool whole = reinterpret_cast<u64>(y) % 16 == 0 && y_stride % kVec == 0 &&
+                       col + kVec <= num_cols;
+    float4 v[16 / kRows];
 #pragma unroll
-    for (int i = 0; i < 16 * kVecs / kWarpSize; i++) {
-      const int row = (i * kWarpSize + lane) / kVecs;
-      const int in_row = lane % kVecs * kVec;
-      const int col = col0 + in_row;
-      const u32 from = buffer + row * kPitch + in_row * sizeof(Out);
-      if (row0 + row < M) {
-        Out* const p = y + (row0 + row) * y_stride + col;
-        const float4 v = load_shared_4(from);
-        if (aligned && col + kVec <= num_cols) {
-          *reinterpret_cast<float4*>(p) = v;
-        } else {
-          const Vec<Out, kVec> out = *reinterpret_cast<const Vec<Out, kVec>*>(&v);
+    for (int i = 0; i < 16 / kRows; i++) v[i] = load_shared_4(from + i * kRows * kPitch);
 #pragma unroll
-          for (int e = 0; e < kVec; e++) {
-            if (col + e < num_cols) p[e] = out.v[e];
-          }
+    for (int i = 0; i < 16 / kRows; i++) {
+      if (row0 + row + i * kRows >= M) break;
+      Out* const p = to + i * kRows * y_stride;
+      if (whole) {
+        *reinterpret_cast<float4*>(p) = v[i];
+      } else {
+        const Vec<Out, kVec> out = *reinterpret_cast<const Vec<Out, kVec>*>(&v[i]);
+#pragma unroll
+        for (int e = 0; e < kVec; e++) {
+          if (col + e < num_cols) p[e] = out.v[e];
         }
       }
     }
     __syncwarp();
   }
 
-  // Stores the pieces from PIECE on of a fragment of 16 rows; `add` is the first one's residual.
+  // Stores the pieces from PIECE on of 16 rows; `add` is the first one's residual, if there is one.
   template <int PIECE = 0>
-  __device__ __forceinline__ void store_all(const float (&sum)[BN / 2], Residual& add, int row0,
+  __device__ __forceinline__ void store_all(float (&sum)[BN / 2], Residual& add, int row0,
                                             int col0) const {
     if constexpr (PIECE < kPieces) {
       Residual next;
-      if constexpr (PIECE + 1 < kPieces) load(next, row0, col0 + (PIECE + 1) * kPiece);
-      store<PIECE>(sum, add, row0, col0 + PIECE * kPiece);
+      if (!SILU && residual != nullptr) {
+        if constexpr (PIECE + 1 < kPieces) load(next, row0, col0 + (PIECE + 1) * kPiece);
+        if constexpr (!SILU) add_residual<PIECE>(sum, add);
+      }
+      store<PIECE>(sum, row0, col0 + PIECE * kPiece);
       store_all<PIECE + 1>(sum, next, row0, col0);
     }
   }
 };
 
-// With 128 sums in each of their threads consumers need more registers than there are for all; a
-// producer then is a whole warpgroup, as only such can hand over its share.
-__host__ __device__ constexpr int producer_threads(int sums, bool split) {
-  return sums >= 128 && !split ? 128 : 32;
+// With 128 sums in each of their threads two consumers need more registers than there are for all;
+// the producer then is a whole warpgroup, as only such can hand over its share.
+__host__ __device__ constexpr int producer_threads(int consumers, int sums, bool split) {
+  return consumers == 2 && sums >= 128 && !split ? 128 : 32;
 }
 
 template <typename T, typename Out, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER_M,
           int CLUSTER_N, bool ALTERNATE, bool SPLIT, bool SILU>
-__global__ void __launch_bounds__(128 * CONSUMERS + producer_threads(PARTS * BN / 2, SPLIT),
-                                  PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
+__global__ void __launch_bounds__(
+    128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, SPLIT),
+    PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
     matmul_hopper_kernel(const __grid_constant__ TensorMap x_map,
                          const __grid_constant__ TensorMap weight_map, const T* __restrict__ bias,
                          const T* residual, Out* y, int M, int N, int K, int residual_stride,
@@ -191,7 +223,7 @@ __global__ void __launch_bounds__(128 * CONSUMERS + producer_threads(PARTS * BN 
   start_next();
   constexpr int kTakers = ALTERNATE ? CONSUMERS : 1;  // in turn, of a block's tiles
   constexpr int kBM = 64 * PARTS * CONSUMERS / kTakers;
-  constexpr int kProducers = producer_threads(PARTS * BN / 2, SPLIT);
+  constexpr int kProducers = producer_threads(CONSUMERS, PARTS * BN / 2, SPLIT);
   constexpr int kThreads = 128 * CONSUMERS + kProducers;
   constexpr int kCluster = CLUSTER_M * CLUSTER_N;
   constexpr u32 kWeightBytes = BN * kTileK * sizeof(T);
@@ -199,8 +231,8 @@ __global__ void __launch_bounds__(128 * CONSUMERS + producer_threads(PARTS * BN 
   constexpr u32 kStageBytes = kWeightBytes + kXBytes;
   constexpr int kPitch = BN + 8;  // of a row of partial sums: a fragment's lanes hit all banks
   using Rows = RowStore<T, Out, BN, SILU>;
-  static_assert(kProducers == 32 || CONSUMERS <= 2);
-  static_assert(!SPLIT || (!ALTERNATE && kCluster == 1 && kBM * kPitch * sizeof(float) <= STAGES * kStageBytes));
+  static_assert(!SPLIT || (!ALTERNATE && kCluster == 1));
+  static_assert(!SPLIT || kBM * kPitch * sizeof(float) <= STAGES * kStageBytes);
 
   extern __shared__ __align__(1024) u8 shared[];  // stages: weight tile, x tile; then the rest
   const u32 stages = smem_address(shared);
@@ -221,7 +253,8 @@ __global__ void __launch_bounds__(128 * CONSUMERS + producer_threads(PARTS * BN 
   const int k_first = SPLIT ? k_tiles * rank / split : 0;
   const int k_last = SPLIT ? k_tiles * (rank + 1) / split : k_tiles;
 
-  const Tiles tiles = {tiles_m, tiles_n, group, static_cast<int>(gridDim.x) / blocks, k_first, k_last};
+  const int stride = gridDim.x / blocks;
+  const Tiles tiles = {tiles_m, tiles_n, group, stride, k_first, k_last};
   Step step = tiles.step(blockIdx.x / blocks);
   const Step start = step;
 
@@ -362,12 +395,13 @@ __global__ void __launch_bounds__(128 * CONSUMERS + producer_threads(PARTS * BN 
         const int row0 = row_of(step) + first_row;
         const int col0 = col_of(step) / Rows::kOperands;
         typename Rows::Residual add;
-        rows.load(add, row0, col0);
+        if (!SILU && residual != nullptr) rows.load(add, row0, col0);
         wgmma_wait<0>();
         release(before);
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
-          if (part > 0) rows.load(add, row0 + part * 64, col0);
+          if (!SILU && part > 0 && residual != nullptr) rows.load(add, row0 + part * 64, col0);
+          if (bias != nullptr) rows.add_bias(sum[part], col_of(step));
           rows.template store_all<>(sum[part], add, row0 + part * 64, col0);
         }
         if constexpr (ALTERNATE) skip(CONSUMERS - 1);

@@ -38,9 +38,7 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
     }
     if choice.kernel is MATMUL_HOPPER:
         x_rows, weight_rows = choice.boxes
-        args["x_map"] = TensorMap(
-            a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K
-        )
+        args["x_map"] = TensorMap(a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K)
         args["weight_map"] = TensorMap(a.weight.ptr, a.act, N, K, K, weight_rows, TILE_K)
         args["group"] = choice.group
     else:

@@ -137,11 +137,13 @@ class HopperTile(NamedTuple):
     def smem(self) -> int:
         """Bytes of dynamic shared memory: stages, a buffer for each warp's results, barriers."""
         tiles = self.stages * (self.rows + self.cols) * TILE_K * 2
-        return tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * (2 * self.stages + self.consumers)
+        return (
+            tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * (2 * self.stages + self.consumers)
+        )
 
     def threads(self, split: int) -> int:
         """Consumers and the producer: a warpgroup where it gives away registers."""
-        gives = self.parts * self.cols >= 256 and split == 1
+        gives = self.consumers == 2 and self.parts * self.cols >= 256 and split == 1
         return 128 * self.consumers + (128 if gives else 32)
 
 
@@ -205,7 +207,9 @@ def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceIn
     cluster = tile.cluster_m * tile.cluster_n
     assert split == 1 or cluster == 1
     tiles = ceil_div(M, tile.rows * tile.cluster_m) * ceil_div(N, tile.cols * tile.cluster_n)
-    places = device.num_sms * (2 if tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10 else 1)
+    places = device.num_sms * (
+        2 if tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10 else 1
+    )
     clusters = tiles if split > 1 else min(tiles, places // cluster - (cluster > 2))
     return Choice(
         MATMUL_HOPPER,
