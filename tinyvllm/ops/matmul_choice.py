@@ -115,7 +115,7 @@ class WideTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """A specialisation of matmul_hopper.cu: a tile of y, its pipeline, and how blocks work together.
+    """A specialisation of matmul_hopper.cu: a tile of y, its pipeline, how blocks work together.
 
     A tile has 64 * `parts` rows for each of `consumers` warpgroups, unless these `alternate`, and
     `cols` columns. `cluster_m` x `cluster_n` neighbouring tiles share what they load.
