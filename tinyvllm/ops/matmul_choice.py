@@ -207,10 +207,9 @@ def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceIn
     cluster = tile.cluster_m * tile.cluster_n
     assert split == 1 or cluster == 1
     tiles = ceil_div(M, tile.rows * tile.cluster_m) * ceil_div(N, tile.cols * tile.cluster_n)
-    places = device.num_sms * (
-        2 if tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10 else 1
-    )
-    clusters = tiles if split > 1 else min(tiles, places // cluster - (cluster > 2))
+    two_fit = tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10
+    places = device.num_sms * (2 if two_fit else 1) // cluster
+    clusters = tiles if split > 1 else min(tiles, max(places - (cluster > 2), 1))
     return Choice(
         MATMUL_HOPPER,
         (*tile, split > 1),
