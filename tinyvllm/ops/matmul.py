@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, MATMUL_HOPPER, TILE_K, Choice, choose
+from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, MATMUL_HOPPER, Choice, choose
+from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program
 
@@ -16,7 +17,7 @@ from tinyvllm.ops.program import Op, Program
 def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Launch:
     """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual."""
     (M, K), N = a.x.shape, a.weight.shape[0]
-    return launch_of(choose(M, N, K, device), a, silu)
+    return launch_of(choose(M, N, K, device, silu=silu), a, silu)
 
 
 def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
