@@ -33,6 +33,15 @@ __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Gives registers of a warpgroup that needs few to those that need many. All of its warps call it.
+template <int Registers> __device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
 // d += a b^T for tiles by their descriptors. Between a wgmma_fence() and the wgmma_wait() for its
 // group, d must not be touched.
 template <typename T, int N>
