@@ -11,13 +11,21 @@
 // multiplies.
 //
 // CLUSTER_M x CLUSTER_N neighbouring tiles are worked on by a cluster: each block loads a part of
-// what they have in common and sends it to all that need it. With SPLIT, a cluster of `split`
-// blocks shares out K of one tile instead, and adds up the sums at the end.
+// what they have in common and sends it to all that need it. With SPLIT, `split` such groups of
+// blocks in a cluster share out K of the same tiles, and add up the sums at the end.
 //
 // Bound: up to some 150 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
 #include "matmul_tile.cuh"
+#include "split_sum.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+
+#ifndef STAGGER
+#define STAGGER 0
+#endif
+#ifndef HINT
+#define HINT 0
+#endif
 
 // Barriers of the pipeline: full[stage] completes when all bytes are there, empty[stage] when all
 // warps that read the stage, in the whole cluster, are done with it; turn[consumer] when it is the
@@ -229,10 +237,8 @@ __global__ void __launch_bounds__(
   constexpr u32 kWeightBytes = BN * kTileK * sizeof(T);
   constexpr u32 kXBytes = kBM * kTileK * sizeof(T);
   constexpr u32 kStageBytes = kWeightBytes + kXBytes;
-  constexpr int kPitch = BN + 8;  // of a row of partial sums: a fragment's lanes hit all banks
   using Rows = RowStore<T, Out, BN, SILU>;
-  static_assert(!SPLIT || (!ALTERNATE && kCluster == 1));
-  static_assert(!SPLIT || kBM * kPitch * sizeof(float) <= STAGES * kStageBytes);
+  static_assert(!SPLIT || !ALTERNATE);
 
   extern __shared__ __align__(1024) u8 shared[];  // stages: weight tile, x tile; then the rest
   const u32 stages = smem_address(shared);
@@ -240,13 +246,17 @@ __global__ void __launch_bounds__(
   const u32 full = buffers + 4 * CONSUMERS * Rows::kBytes;
   const u32 empty = full + 8 * STAGES;
   const u32 turn = empty + 8 * STAGES;
+  const u32 summed = turn + 8 * CONSUMERS;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
 
-  const int blocks = SPLIT ? split : kCluster;  // that work together
-  const int rank = blockIdx.x % blocks;
-  const int rank_m = SPLIT ? 0 : rank % CLUSTER_M;
-  const int rank_n = SPLIT ? 0 : rank / CLUSTER_M;
+  const int blocks = SPLIT ? kCluster * split : kCluster;  // that work together
+  const int in_cluster = blockIdx.x % blocks;
+  const int rank = in_cluster / kCluster;  // in K
+  const int group_rank = in_cluster % kCluster;
+  const int first_peer = in_cluster - group_rank;  // of those with the same part of K
+  const int rank_m = group_rank % CLUSTER_M;
+  const int rank_n = group_rank / CLUSTER_M;
   const int tiles_m = ceil_div(M, kBM * CLUSTER_M);
   const int tiles_n = ceil_div(N, BN * CLUSTER_N);
   const int k_tiles = ceil_div(K, kTileK);
@@ -266,10 +276,12 @@ __global__ void __launch_bounds__(
     const int row = col_of(step) + rank_m * kShare;
     barrier_expect(full + 8 * s, kStageBytes);
     if constexpr (CLUSTER_M == 1) {
-      tma_load(dst, weight_map, row, step.k * kTileK, full + 8 * s);
+      if constexpr (HINT) tma_load(dst, weight_map, row, step.k * kTileK, full + 8 * s, evict_first_policy());
+      else tma_load(dst, weight_map, row, step.k * kTileK, full + 8 * s);
     } else {
-      const u16 mask = ((1 << CLUSTER_M) - 1) << (rank_n * CLUSTER_M);
-      tma_load_multicast(dst, weight_map, row, step.k * kTileK, full + 8 * s, mask);
+      const u16 mask = ((1 << CLUSTER_M) - 1) << (first_peer + rank_n * CLUSTER_M);
+      if constexpr (HINT) tma_load_multicast(dst, weight_map, row, step.k * kTileK, full + 8 * s, mask, evict_first_policy());
+      else tma_load_multicast(dst, weight_map, row, step.k * kTileK, full + 8 * s, mask);
     }
   };
   const auto load_x = [&](int s) {
@@ -277,18 +289,31 @@ __global__ void __launch_bounds__(
     const u32 dst = stages + s * kStageBytes + kWeightBytes + rank_n * (kXBytes / CLUSTER_N);
     const int row = row_of(step) + rank_n * kShare;
     if constexpr (CLUSTER_N == 1) {
-      tma_load(dst, x_map, row, step.k * kTileK, full + 8 * s);
+      if constexpr (HINT) tma_load(dst, x_map, row, step.k * kTileK, full + 8 * s, evict_last_policy());
+      else tma_load(dst, x_map, row, step.k * kTileK, full + 8 * s);
     } else {
       u16 mask = 0;
 #pragma unroll
-      for (int n = 0; n < CLUSTER_N; n++) mask |= 1 << (rank_m + n * CLUSTER_M);
-      tma_load_multicast(dst, x_map, row, step.k * kTileK, full + 8 * s, mask);
+      for (int n = 0; n < CLUSTER_N; n++) mask |= 1 << (first_peer + rank_m + n * CLUSTER_M);
+      if constexpr (HINT) tma_load_multicast(dst, x_map, row, step.k * kTileK, full + 8 * s, mask, evict_last_policy());
+      else tma_load_multicast(dst, x_map, row, step.k * kTileK, full + 8 * s, mask);
     }
   };
 
+  const SplitSum<BN> split_sum = {stages,   summed, rank, split, group_rank, kCluster,
+                                  min(kBM, M - row_of(step))};
   init_barriers<STAGES, CONSUMERS>(full, empty, turn, 4 * (CONSUMERS / kTakers) * kCluster);
-  if constexpr (kCluster > 1) cluster_sync();
-  else __syncthreads();
+  if (SPLIT && threadIdx.x == 0) {
+    barrier_init(summed, 1);
+    fence_barrier_init();
+    split_sum.expect();
+  }
+  if constexpr (kCluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   // The first weights are on their way before the kernel that makes x has ended.
   const bool producer = threadIdx.x == 128 * CONSUMERS;
   int loaded = 0;
@@ -306,14 +331,22 @@ __global__ void __launch_bounds__(
       step = next;
       int s = 0;
       u32 parity = 0;
-      for (; step.tile < tiles.count(); tiles.advance(step)) {
+      const auto next_empty = [&] {
         barrier_wait(empty + 8 * s, parity);
-        load_weight(s);
-        load_x(s);
+        const int stage = s;
         if (++s == STAGES) {
           s = 0;
           parity ^= 1;
         }
+        return stage;
+      };
+      for (; step.tile < tiles.count(); tiles.advance(step)) {
+        const int stage = next_empty();
+        load_weight(stage);
+        load_x(stage);
+      }
+      if constexpr (kCluster > 1) {  // a block lives while others report to its barriers
+        for (int i = 0; i < loaded; i++) next_empty();
       }
     }
     __syncwarp();
@@ -328,7 +361,7 @@ __global__ void __launch_bounds__(
       if constexpr (kCluster == 1) {
         if (lane == 0) barrier_arrive(empty + 8 * s);
       } else {
-        if (lane < kCluster) barrier_arrive_at(empty + 8 * s, lane);
+        if (lane < kCluster) barrier_arrive_at(empty + 8 * s, first_peer + lane);
       }
     };
     int s = 0;
@@ -342,6 +375,10 @@ __global__ void __launch_bounds__(
     if constexpr (ALTERNATE) {
       step = tiles.step(step.tile + warpgroup * tiles.stride);
       skip(warpgroup);
+    }
+    if (STAGGER > 0 && !ALTERNATE && !SPLIT && warpgroup > 0 && k_last > STAGGER * warpgroup &&
+        step.tile < tiles.count()) {
+      barrier_wait(full + 8 * (STAGGER * warpgroup), 0);
     }
     u32 turn_parity = warpgroup == 0;  // the first one's turn begins at once
     for (; step.tile < tiles.count(); step = tiles.step(step.tile + kTakers * tiles.stride)) {
@@ -380,17 +417,11 @@ __global__ void __launch_bounds__(
       }
       if constexpr (SPLIT) {
         wgmma_wait<0>();
-        sync_first<128 * CONSUMERS>();  // all have read the stages
+        release(before);
+        cluster_arrive();
+        cluster_wait();  // all blocks have read their stages
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-#pragma unroll
-          for (int i = 0; i < BN / 2; i += 2) {
-            const int row = first_row + part * 64 + lane / 4 + i / 2 % 2 * 8;
-            const int col = i / 4 * 8 + lane % 4 * 2;
-            store_shared(stages + 4 * (row * kPitch + col),
-                         make_float2(sum[part][i], sum[part][i + 1]));
-          }
-        }
+        for (int part = 0; part < PARTS; part++) split_sum.send(sum[part], first_row + part * 64);
       } else {
         const int row0 = row_of(step) + first_row;
         const int col0 = col_of(step) / Rows::kOperands;
@@ -410,9 +441,11 @@ __global__ void __launch_bounds__(
   }
 
   if constexpr (SPLIT) {
-    store_tile<T, Out, kBM, BN, kPitch, kThreads, SILU>(stages, rank, split, bias, residual, y,
-                                                        row_of(start), col_of(start), M, N,
-                                                        residual_stride, y_stride);
+    if (warp >= 4 * CONSUMERS) {
+      cluster_arrive();
+      cluster_wait();
+    }
+    split_sum.template store<T, Out, kThreads, SILU>(bias, residual, y, row_of(start),
+                                                     col_of(start), N, residual_stride, y_stride);
   }
-  if constexpr (kCluster > 1) cluster_sync();  // a block lives while others write to it
 }

@@ -78,6 +78,7 @@ FEW_ROWS_MAX = 16  # rows of x
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
 ALTERNATE_FROM = 512  # rows of x: with one or two tiles in a block nothing alternates
+MAX_CLUSTER = 8  # blocks
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -123,7 +124,7 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
 def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo) -> Choice:
     """A launch of matmul_hopper.cu: a block for each tile and part of K, or blocks that stay."""
     cluster = tile.cluster_m * tile.cluster_n
-    assert split == 1 or cluster == 1
+    assert split <= tile.max_split and cluster * split <= MAX_CLUSTER
     tiles = ceil_div(M, tile.rows * tile.cluster_m) * ceil_div(N, tile.cols * tile.cluster_n)
     two_fit = tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10
     places = device.num_sms * (2 if two_fit else 1) // cluster

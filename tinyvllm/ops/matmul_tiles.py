@@ -77,14 +77,18 @@ class HopperTile(NamedTuple):
 
     @property
     def max_split(self) -> int:
-        return 1 if self.alternate else 6
+        """Of K over a cluster, by the room that the stages are for what other blocks send."""
+        if self.alternate:
+            return 1
+        room = self.stages * (self.rows + self.cols) * TILE_K * 2 // (self.cols * 32)
+        return max(min(room - self.rows // 8 + 1, 6), 1)
 
     @property
     def smem(self) -> int:
         """Bytes of dynamic shared memory: stages, a buffer for each warp's results, barriers."""
         tiles = self.stages * (self.rows + self.cols) * TILE_K * 2
         return (
-            tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * (2 * self.stages + self.consumers)
+            tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * (2 * self.stages + self.consumers + 1)
         )
 
     def threads(self, split: int) -> int:
