@@ -303,11 +303,7 @@ __global__ void __launch_bounds__(
   const SplitSum<BN> split_sum = {stages,   summed, rank, split, group_rank, kCluster,
                                   min(kBM, M - row_of(step))};
   init_barriers<STAGES, CONSUMERS>(full, empty, turn, 4 * (CONSUMERS / kTakers) * kCluster);
-  if (SPLIT && threadIdx.x == 0) {
-    barrier_init(summed, 1);
-    fence_barrier_init();
-    split_sum.expect();
-  }
+  if constexpr (SPLIT) split_sum.init();
   if constexpr (kCluster > 1) {
     cluster_arrive();
     cluster_wait();

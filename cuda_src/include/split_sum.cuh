@@ -26,9 +26,13 @@ template <int BN> struct SplitSum {
     return received + (from_rank * ceil_div(groups(), split) + own) * kGroupBytes;
   }
 
-  // One thread, between the barrier's initialisation and the cluster's next meeting.
-  __device__ __forceinline__ void expect() const {
-    barrier_expect(barrier, own_groups() * split * kGroupBytes);
+  // Before the cluster meets for the first time.
+  __device__ __forceinline__ void init() const {
+    if (threadIdx.x == 0) {
+      barrier_init(barrier, 1);
+      fence_barrier_init();
+      barrier_expect(barrier, own_groups() * split * kGroupBytes);
+    }
   }
 
   // Sends a warp's 16 rows of the tile, from `row` on. All blocks must be done with their buffers.

@@ -81,7 +81,7 @@ class HopperTile(NamedTuple):
         if self.alternate:
             return 1
         room = self.stages * (self.rows + self.cols) * TILE_K * 2 // (self.cols * 32)
-        return max(min(room - self.rows // 8 + 1, 6), 1)
+        return max(min(room - self.rows // 8 + 1, 8), 1)
 
     @property
     def smem(self) -> int:
