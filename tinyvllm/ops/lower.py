@@ -149,6 +149,26 @@ def fuse_matmul_add(p: Program, ops: list[Op], i: int, readers: Readers) -> tupl
     return 2, Op("matmul_add", operands, {}, (matmul, add), _locals(p, [product]))
 
 
+def fuse_norm(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
+    """Norm in the one product that reads it."""
+    if len(ops) < i + 2 or ops[i].kind != "rms_norm":
+        return None
+    norm, product = ops[i : i + 2]
+    normed = norm.operands["y"]
+    if product.kind not in ("matmul", "matmul_silu_mul") or readers[normed] != 1:
+        return None
+    if product.operands["x"] != normed or p.buffers[normed].kind != TEMP:
+        return None
+    operands = {
+        **product.operands,
+        "x": norm.operands["x"],
+        "norm_weight": norm.operands["weight"],
+    }
+    parts = (norm, *(product.parts or (product,)))
+    local = (p.buffers[normed], *product.local)
+    return 2, Op(f"norm_{product.kind}", operands, norm.attrs, parts, local)
+
+
 # The residual is added in the product's epilogue, where the sums are at hand. Norms stay kernels of
 # their own in decode too. Inside of the products they cost more than their launches: each of many
 # short blocks then waits for all of x and sums its squares (measured on an H200, Llama-3.2-1B, ms a
@@ -158,7 +178,7 @@ COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write, fuse_matmul_
 RULES: dict[str, list[Rule]] = {
     "primitive": [],
     "prefill": COMMON,
-    "decode": [*COMMON, fuse_rope_attention],
+    "decode": [*COMMON, fuse_rope_attention, fuse_norm],
 }
 
 

@@ -14,9 +14,12 @@ from tinyvllm.ops.program import Op, Program
 
 
 def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Launch:
-    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual."""
+    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual.
+
+    With an operand norm_weight, x is normed first; only matmul_few_rows.cu can.
+    """
     (M, K), N = a.x.shape, a.weight.shape[0]
-    residual = getattr(a, "residual", None)
+    residual, norm_weight = getattr(a, "residual", None), getattr(a, "norm_weight", None)
     assert residual is None or not silu
     assert a.x.ptr % 16 == 0 and a.x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
     assert all(o is None or o.ptr % (2 * o.dtype.itemsize) == 0 for o in (a.bias, residual, a.y))
@@ -34,9 +37,16 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
         "y_stride": a.y.row_stride,
     }
     choice = choose(M, N, K, device)
-    if choice.kernel is not MATMUL_FEW_ROWS:
+    template: tuple[int | bool, ...] = (*choice.template, silu)
+    if choice.kernel is MATMUL_FEW_ROWS:
+        normed = norm_weight is not None
+        template = (*template, normed)
+        args |= {"norm_weight": norm_weight.ptr if normed else 0, "eps": a.eps if normed else 0.0}
+        args |= {"ahead": 0, "ahead_bytes": 0}
+    else:
+        assert norm_weight is None
         args["split"] = choice.split
-    return choice.kernel(a.act, a.y.dtype, *choice.template, silu).launch(
+    return choice.kernel(a.act, a.y.dtype, *template).launch(
         (choice.blocks,),
         choice.threads,
         smem=choice.smem,

@@ -42,15 +42,23 @@ MATMUL = Kernel("matmul.cu", "matmul_kernel", f"{_SIGNATURE}, i32 split", pdl=Tr
 MATMUL_WIDE = Kernel(
     "matmul_wide.cu", "matmul_wide_kernel", f"{_SIGNATURE}, i32 split", arch="sm_90a", pdl=True
 )
-MATMUL_FEW_ROWS = Kernel("matmul_few_rows.cu", "matmul_few_rows_kernel", _SIGNATURE, pdl=True)
+MATMUL_FEW_ROWS = Kernel(
+    "matmul_few_rows.cu",
+    "matmul_few_rows_kernel",
+    "ptr x, ptr weight, ptr bias, ptr norm_weight, ptr residual, ptr y, i32 M, i32 N, i32 K, "
+    "i32 x_stride, i32 residual_stride, i32 y_stride, f32 eps, ptr ahead, "
+    "i32 ahead_bytes",
+    pdl=True,
+)
 
 # Constants of matmul_few_rows.cu: columns of y in a block, elements of K in a step, steps whose
 # weights a warp has in flight and their bytes, most warps in a block.
 FEW_ROWS_COLS = 16
 FEW_ROWS_STEP = 32
-FEW_ROWS_RING = 4
+FEW_ROWS_RING = 8
 FEW_ROWS_STEP_BYTES = 1024
-FEW_ROWS_WARPS = 16
+FEW_ROWS_PITCH = 20
+FEW_ROWS_WARPS = 8
 FEW_ROWS_MAX = 16  # rows of x
 
 TILE_K = 64  # of the tiled kernels
@@ -138,10 +146,7 @@ class Choice(NamedTuple):
 def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
     """The kernel for x (M, K) and weight (N, K)."""
     if _few_rows(M, N, K, device):
-        warps = few_rows_warps(K)
-        smem = warps * FEW_ROWS_RING * FEW_ROWS_STEP_BYTES
-        template = (8 if M <= 8 else FEW_ROWS_MAX,)
-        return Choice(MATMUL_FEW_ROWS, template, ceil_div(N, FEW_ROWS_COLS), warps * 32, smem)
+        return _few_rows_choice(M, N, K, device)
     if device.kernel_path == "hopper":
         tile = _wide_tile(M, N, K, device)
         tiles, split = _tiles(tile, M, N), _split(tile, M, N, K, device)
@@ -151,6 +156,20 @@ def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
         tiles, split = _tiles(small, M, N), _split(small, M, N, K, device)
         return Choice(MATMUL, small[:5], tiles * split, small.threads, small.smem, split)
     return _large_tiles(M, N, device)
+
+
+def _few_rows_choice(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
+    warps, split = few_rows_warps(K), few_rows_split(K, device)
+    steps = ceil_div(ceil_div(K, FEW_ROWS_STEP), warps * split)  # of a warp
+    queue = FEW_ROWS_RING * FEW_ROWS_STEP_BYTES
+    smem = warps * (queue + (M + 1) * steps * 2 * FEW_ROWS_STEP + 4 * M * (2 * FEW_ROWS_PITCH + 1))
+    template = (8 if M <= 8 else FEW_ROWS_MAX, split)
+    blocks = ceil_div(N, FEW_ROWS_COLS) * split
+    return Choice(MATMUL_FEW_ROWS, template, blocks, warps * 32, smem, split)
+
+
+def few_rows_split(K: int, device: DeviceInfo) -> int:
+    return 1
 
 
 def few_rows_warps(K: int) -> int:
