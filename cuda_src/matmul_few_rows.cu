@@ -31,7 +31,7 @@
 #define MAX_WARPS 8
 #define RING 8
 #define MIN_BLOCKS 3
-#define COPY cp_async_16_once
+#define COPY cp_async_16
 #endif
 constexpr int kTileCols = 16;  // weight rows (columns of y) of a tile
 constexpr int kMaxWarps = MAX_WARPS;
@@ -47,6 +47,15 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 
@@ -93,19 +102,19 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? MIN_BLOCKS :
   int load_tile = blockIdx.x / SPLIT, load_step = 0;
   const T* low_row = weight;
   int high_row = 0;  // from there
-  const u32 queue = smem_address(own + lane * 16);
+  const u32 queue = smem_address(own + lane * 16), queue_end = queue + kRing * kStepBytes;
   const auto find_rows = [&] {
     const int row = min(load_tile * kTileCols + group, N - 1);
     low_row = weight + static_cast<i64>(row) * K;
     high_row = (min(load_tile * kTileCols + group + 8, N - 1) - row) * K;
   };
-  const auto load_weights = [&](int slot) {
+  const auto load_weights = [&](u32 at) {
     if (load_step == 0 && load_tile < tiles) find_rows();
     const int k = first + load_step * kStepK + pair * 8;
     const bool valid = load_tile < tiles && k < K;
     const T* const from = low_row + (valid ? k : 0);
-    COPY(queue + slot * kStepBytes, from, valid);
-    COPY(queue + slot * kStepBytes + kStepBytes / 2, from + high_row, valid);
+    COPY(at, from, valid);
+    COPY(at + kStepBytes / 2, from + high_row, valid);
     cp_async_commit();
     if (++load_step == run) load_step = 0, load_tile += clusters;
   };
@@ -118,7 +127,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? MIN_BLOCKS :
 
   if (NORM) load_scales();  // part of the first group
 #pragma unroll 1
-  for (int i = 0; i < kRing; i++) load_weights(i);
+  for (u32 at = queue; at != queue_end; at += kStepBytes) load_weights(at);
   if (ahead_bytes > 0) prefetch_share(ahead, ahead_bytes);
   wait_for_previous();
 
@@ -163,7 +172,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? MIN_BLOCKS :
   constexpr int kTiles = ROWS / 8;  // n8 fragments
   constexpr int kOutCols = SILU ? kTileCols / 2 : kTileCols;
   const int num_cols = SILU ? N / 2 : N;
-  int slot = 0, buffer = 0;
+  int buffer = 0;
+  u32 at = queue;
 #pragma unroll 1
   for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += clusters, buffer ^= 1) {
     const auto is_result = [&](int i) {
@@ -181,9 +191,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? MIN_BLOCKS :
 #pragma unroll 4
     for (int step = 0; step < run; step++) {
       cp_async_wait<kRing - 1>();
-      const u8* const weights = own + slot * kStepBytes + lane * 16;
-      const uint4 low = *reinterpret_cast<const uint4*>(weights);
-      const uint4 high = *reinterpret_cast<const uint4*>(weights + kStepBytes / 2);
+      const uint4 low = load_shared(at), high = load_shared(at + kStepBytes / 2);
       const u32 a0[4] = {low.x, high.x, low.y, high.y};
       const u32 a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
@@ -193,8 +201,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, ROWS == 8 ? MIN_BLOCKS :
         mma_m16n8k16<T>(sum[t], a0, b.x, b.y);
         mma_m16n8k16<T>(sum[t], a1, b.z, b.w);
       }
-      load_weights(slot);
-      slot = slot + 1 == kRing ? 0 : slot + 1;
+      load_weights(at);
+      at += kStepBytes;
+      if (at == queue_end) at = queue;
     }
 
     float* const parts = partial + buffer * num_warps * M * kPitch;
