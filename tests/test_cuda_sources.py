@@ -84,7 +84,8 @@ def test_headers_are_all_included_by_something():
         assert users, f"nothing includes {header.name}"
 
 
-CONSTANTS = {"weight", "bias", "norm_weight", "ahead", "inv_freq"}  # of the model: never written while kernels run
+# Of the model: never written while kernels run.
+CONSTANTS = {"weight", "bias", "norm_weight", "ahead", "inv_freq"}
 
 
 def source_of(kernel):

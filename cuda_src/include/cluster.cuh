@@ -30,31 +30,3 @@ __device__ __forceinline__ float2 load_from_rank(u32 address, int rank, bool val
 #endif
   return v;
 }
-
-// One float, likewise.
-__device__ __forceinline__ float load_from_rank_1(u32 address, int rank) {
-  float v = 0.0f;
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .u32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [remote]; }"
-      : "=f"(v)
-      : "r"(address), "r"(rank)
-      : "memory");
-#endif
-  return v;
-}
-
-// The floats at this place in the shared memory of all blocks of the cluster, added up in the
-// order of their ranks, so that the result is reproducible.
-template <int Blocks> __device__ __forceinline__ float sum_of_ranks(const float* place) {
-  const u32 address = static_cast<u32>(__cvta_generic_to_shared(place));
-  float part[Blocks];
-#pragma unroll
-  for (int r = 0; r < Blocks; r++) part[r] = load_from_rank_1(address, r);
-  float sum = part[0];
-#pragma unroll
-  for (int r = 1; r < Blocks; r++) sum += part[r];
-  return sum;
-}

@@ -24,15 +24,6 @@ __device__ __forceinline__ void cp_async_16(u32 dst, const void* src, bool valid
                : "memory");
 }
 
-// The same for what is read once, a model's weights: L2 drops it before anything else.
-__device__ __forceinline__ void cp_async_16_once(u32 dst, const void* src, bool valid = true) {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(dst),
-               "l"(src), "r"(valid ? 16 : 0), "l"(policy)
-               : "memory");
-}
-
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -169,16 +169,23 @@ def fuse_norm(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int,
     return 2, Op(f"norm_{product.kind}", operands, norm.attrs, parts, local)
 
 
-# The residual is added in the product's epilogue, where the sums are at hand. Norms stay kernels of
-# their own in decode too. Inside of the products they cost more than their launches: each of many
-# short blocks then waits for all of x and sums its squares (measured on an H200, Llama-3.2-1B, ms a
-# step with norms inside of products / apart: batch 1 1.073 / 0.889, 8 0.967 / 0.879, 16 1.011 /
-# 0.919, 32 1.013 / 1.014).
+def name_ahead(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
+    """Attention learns which large weights are next but one, so that it can bring them to L2: the
+    output product between them is short."""
+    if ops[i].kind != "rope_attention":
+        return None
+    gated = next((op for op in ops[i + 1 : i + 4] if op.kind.endswith("matmul_silu_mul")), None)
+    if gated is None:
+        return None
+    return 1, replace(ops[i], operands={**ops[i].operands, "ahead": gated.operands["weight"]})
+
+
+# The residual is added in the product's epilogue, where the sums are at hand.
 COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write, fuse_matmul_add]
 RULES: dict[str, list[Rule]] = {
     "primitive": [],
     "prefill": COMMON,
-    "decode": [*COMMON, fuse_rope_attention, fuse_norm],
+    "decode": [*COMMON, fuse_rope_attention, fuse_norm, name_ahead],
 }
 
 

@@ -39,10 +39,10 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
     choice = choose(M, N, K, device)
     template: tuple[int | bool, ...] = (*choice.template, silu)
     if choice.kernel is MATMUL_FEW_ROWS:
-        normed = norm_weight is not None
-        template = (*template, normed)
-        args |= {"norm_weight": norm_weight.ptr if normed else 0, "eps": a.eps if normed else 0.0}
-        args |= {"ahead": 0, "ahead_bytes": 0}
+        template = (*template, norm_weight is not None)
+        args["norm_weight"], args["eps"] = (
+            (0, 0.0) if norm_weight is None else (norm_weight.ptr, a.eps)
+        )
     else:
         assert norm_weight is None
         args["split"] = choice.split

@@ -1,13 +1,10 @@
 """The kernel, tile and grid that compute a product, chosen by its shape and the device alone.
 
 Measured on an H200 (us, as a chain of 16 products each; weights come from memory), for the
-products of Llama-3.2-1B. `few` is matmul_few_rows.cu, RxC/s a tile of matmul_wide.cu (w) or
-matmul.cu (t) with K split over s blocks:
+products of Llama-3.2-1B. RxC/s is a tile of matmul_wide.cu (w) or matmul.cu (t) with K split over s
+blocks:
 
     M    qkv 3072x2048   o 2048x2048     gate_up 16384x2048  down 2048x8192  head 128256x2048
-    1    few 4.3         few 3.5         few 17.9            few 10.7        few 119
-    8    few 5.0         few 4.1         few 23.4            few 12.6        few 164
-         w16x64/4 5.8    w16x64/4 4.7    w16x64 16.9         w16x64/5 10.5   w16x64 126
     16   w16x64/4 5.8    w16x64/4 4.7    w16x64 16.6         w16x64/5 10.7   w16x64 130
          t16x64/4 5.6    t16x64/4 4.5    t16x64 16.8         t16x64/4 11.1   t16x64 129
     32   w32x64/4 6.3    w32x64/4 4.8    w32x64 17.7         w32x64/5 11.0   w32x64 134
@@ -17,10 +14,12 @@ matmul.cu (t) with K split over s blocks:
     128  w128x128/4 8.7  w128x64/3 7.9   w128x128 22.7       w128x64/3 16.8  w128x128 180
     256  w128x128/2 12.7 w128x128/3 10.1 w256x128 36.8       w128x128/3 22.5 w256x128 294
 
-Whole decode steps of that model (ms, context 256) decide, as a product's weights are loaded while
-the kernel before it ends. With `few` for all products / only for those of at most 2^23 weights, the
-others wide: 1 row 0.863 / 0.889 (the head by `few` in both), 2 rows 0.875 / 0.881, 4 rows 0.901 /
-0.878, 8 rows 0.927 / 0.879.
+Whole decode steps of that model decide about one and two rows, as a product's weights are loaded
+while the kernel before it ends, and attention holds shared memory meanwhile. At 1 row and context
+128, in us, W/R being matmul_few_rows.cu with W warps and R steps in flight each: all products 8/8
+910, 8/6 904, 8/16 825 (each SM having one block that takes tile after tile); 4/8 881; as `FEW_ROWS`
+is used here 793. Each further row of x slows its short blocks: at 8 rows 8/6 takes 931 for qkv and
+o alone, 1,279 for all products, and w16x64 894 for all.
 
 Without the split, a wave of fewer blocks than SMs has too few loads in flight: at M = 32 down
 takes 21.8 us. Clusters that fill the SMs to the last one wait for each other's places: t16x64/8
@@ -46,20 +45,14 @@ MATMUL_FEW_ROWS = Kernel(
     "matmul_few_rows.cu",
     "matmul_few_rows_kernel",
     "ptr x, ptr weight, ptr bias, ptr norm_weight, ptr residual, ptr y, i32 M, i32 N, i32 K, "
-    "i32 x_stride, i32 residual_stride, i32 y_stride, f32 eps, ptr ahead, "
-    "i32 ahead_bytes",
+    "i32 x_stride, i32 residual_stride, i32 y_stride, f32 eps",
     pdl=True,
 )
 
-# Constants of matmul_few_rows.cu: columns of y in a block, elements of K in a step, steps whose
-# weights a warp has in flight and their bytes, most warps in a block.
+# Constants of matmul_few_rows.cu: rows of x, columns of y in a block, elements of K in a step.
+FEW_ROWS_MAX = 2
 FEW_ROWS_COLS = 16
 FEW_ROWS_STEP = 32
-FEW_ROWS_RING = 8
-FEW_ROWS_STEP_BYTES = 1024
-FEW_ROWS_PITCH = 20
-FEW_ROWS_WARPS = 8
-FEW_ROWS_MAX = 16  # rows of x
 
 TILE_K = 64  # of the tiled kernels
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
@@ -113,6 +106,25 @@ class WideTile(NamedTuple):
         return self.stages * (self.rows + self.cols) * TILE_K * 2
 
 
+class FewRows(NamedTuple):
+    """A specialisation of matmul_few_rows.cu: warps, and steps that each has in flight."""
+
+    warps: int
+    ring: int
+
+    def smem(self, M: int, K: int) -> int:
+        """Bytes of dynamic shared memory: the queues, 1 KiB a step, x and the norm's weight."""
+        steps = ceil_div(ceil_div(K, FEW_ROWS_STEP), self.warps)  # of a warp
+        return self.warps * (self.ring * 1024 + (M + 1) * steps * FEW_ROWS_STEP * 2)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """That it is compiled for: an SM's queues have 192 KiB."""
+        return 192 // (self.warps * self.ring)
+
+
+# From the deepest queues and least blocks an SM on: see `_few_rows`.
+FEW_ROWS = (FewRows(8, 16), FewRows(8, 6), FewRows(4, 8))
 TILES = (
     Tile(128, 128, 2, 2, 3, 1.0),
     Tile(64, 64, 2, 2, 5, 0.7),
@@ -145,8 +157,9 @@ class Choice(NamedTuple):
 
 def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
     """The kernel for x (M, K) and weight (N, K)."""
-    if _few_rows(M, N, K, device):
-        return _few_rows_choice(M, N, K, device)
+    few, blocks = _few_rows(M, N, K, device), ceil_div(N, FEW_ROWS_COLS)
+    if few is not None:
+        return Choice(MATMUL_FEW_ROWS, few, blocks, few.warps * 32, few.smem(M, K))
     if device.kernel_path == "hopper":
         tile = _wide_tile(M, N, K, device)
         tiles, split = _tiles(tile, M, N), _split(tile, M, N, K, device)
@@ -158,37 +171,18 @@ def choose(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
     return _large_tiles(M, N, device)
 
 
-def _few_rows_choice(M: int, N: int, K: int, device: DeviceInfo) -> Choice:
-    warps, split = few_rows_warps(K), few_rows_split(K, device)
-    steps = ceil_div(ceil_div(K, FEW_ROWS_STEP), warps * split)  # of a warp
-    queue = FEW_ROWS_RING * FEW_ROWS_STEP_BYTES
-    smem = warps * (queue + (M + 1) * steps * 2 * FEW_ROWS_STEP + 4 * M * (2 * FEW_ROWS_PITCH + 1))
-    template = (8 if M <= 8 else FEW_ROWS_MAX, split)
-    blocks = ceil_div(N, FEW_ROWS_COLS) * split
-    return Choice(MATMUL_FEW_ROWS, template, blocks, warps * 32, smem, split)
+def _few_rows(M: int, N: int, K: int, device: DeviceInfo) -> FewRows | None:
+    """The specialisation of matmul_few_rows.cu, where it wins.
 
-
-def few_rows_split(K: int, device: DeviceInfo) -> int:
-    return 1
-
-
-def few_rows_warps(K: int) -> int:
-    """Warps that share K in a block of matmul_few_rows.cu.
-
-    It fixes the order of the sum, so it may depend on nothing else.
+    Queues are as deep as they can be with all blocks on the SMs at once. Where there are more
+    blocks than that, small ones take turns.
     """
-    return min(ceil_div(ceil_div(K, FEW_ROWS_STEP), FEW_ROWS_RING), FEW_ROWS_WARPS)
-
-
-def _few_rows(M: int, N: int, K: int, device: DeviceInfo) -> bool:
-    """Whether matmul_few_rows.cu wins."""
-    if _has_clusters(device):
-        # Its blocks are short and end soon after x is there, but each row of x slows them: from 3
-        # rows on the larger products are faster in tiles.
-        return M <= 2 or (M <= 8 and N * K <= 1 << 23)
-    # From 9 rows on it holds half as many loads in flight and wins only where its blocks are all
-    # on the SMs at once.
-    return M <= 8 or (M <= FEW_ROWS_MAX and ceil_div(N, FEW_ROWS_COLS) <= device.num_sms)
+    fitting = [f for f in FEW_ROWS if f.smem(M, K) <= device.smem_per_block]
+    if M > FEW_ROWS_MAX or not fitting:
+        return None
+    blocks = ceil_div(N, FEW_ROWS_COLS)
+    at_once = (f for f in fitting if blocks <= f.blocks_per_sm * device.num_sms)
+    return next(at_once, fitting[-1])
 
 
 def _has_clusters(device: DeviceInfo) -> bool:
