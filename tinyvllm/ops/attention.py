@@ -50,9 +50,11 @@ DECODE_BLOCKS_PER_SM = {64: 3, 128: 2}
 # Blocks on an SM that share contexts. All start at once and read as much; a third one adds no
 # bandwidth, but some then get less of it, and the last one is late.
 SHARING_BLOCKS_PER_SM = 2
-# Of weights that are brought to L2 meanwhile. Measured at 1 row and context 128: 8 MiB of gate and
-# up save 11 us of a step, 16 MiB cost 30 us, as attention's own loads wait behind them.
+# Of weights that attention brings to L2 up to so many rows, which leave most of the memory's
+# bandwidth to them. Measured at 1 row and context 128: 8 MiB of gate and up save 11 us of a step,
+# 16 MiB cost 30 us, as attention's own loads wait behind them; at 8 and 32 rows nothing is saved.
 AHEAD_BYTES = 8 << 20
+AHEAD_ROWS = 2
 
 # Constants of attention_prefill.cu: threads, queries and keys of a tile.
 PREFILL_THREADS = 128
@@ -198,8 +200,8 @@ def decode_launch(
     ahead: DeviceArray | None = None,
 ) -> Launch:
     """Attention of the first `rows` rows, one token each. With the address of `inv_freq`, `q`
-    holds the heads of q, k and v, neither rotated nor in the cache yet. The first part of `ahead`,
-    weights that will be read soon, is brought to L2 meanwhile."""
+    holds the heads of q, k and v, neither rotated nor in the cache yet. Of `ahead`, weights that
+    will be read soon, the first part is brought to L2 meanwhile if rows are few."""
     kv_heads, head_dim = a.kv_cache.shape[3], check_head_dim(a)
     width, context = a.y.shape[1], a.dims["C"]
     pairs = rows * _head_blocks(width, kv_heads, head_dim)
@@ -214,7 +216,7 @@ def decode_launch(
         partial_state=a.scratch + _states(a, device) * head_dim * 4,
         max_partitions=partitions,
         ahead=0 if ahead is None else ahead.ptr,
-        ahead_bytes=0 if ahead is None else min(ahead.nbytes, AHEAD_BYTES) & -16,
+        ahead_bytes=0 if ahead is None or rows > AHEAD_ROWS else min(ahead.nbytes, AHEAD_BYTES),
         **_common(a, q),
     )
 

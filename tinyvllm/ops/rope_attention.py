@@ -10,9 +10,6 @@ from tinyvllm.ops.attention import decode_launch, decode_scratch
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Shape
 
-# Up to so many rows, attention leaves most of the memory's bandwidth to weights.
-AHEAD_ROWS = 2
-
 
 class RopeAttention(OpDef):
     """Rope of the q and k columns of `qkv`, the KV write, and attention over the context.
@@ -45,8 +42,7 @@ class RopeAttention(OpDef):
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         rows = a.seq_lens.shape[0]
         assert a.dims["D"] == rows == a.qkv.shape[0], "rows of one token each"
-        ahead = a.ahead if rows <= AHEAD_ROWS else None
-        return [decode_launch(a, device, a.qkv, rows, inv_freq=a.inv_freq.ptr, ahead=ahead)]
+        return [decode_launch(a, device, a.qkv, rows, inv_freq=a.inv_freq.ptr, ahead=a.ahead)]
 
     def scratch(self, a: Operands, device: DeviceInfo) -> int:
         return decode_scratch(a, device)
