@@ -98,11 +98,10 @@ __global__ void __launch_bounds__(WARPS* kWarpSize, kRingsPerSm / (WARPS * RING)
     cp_async_commit();  // possibly empty, so that "all but RING - 1" always means the next step
   };
 
-  if (NORM) {  // part of the first group
-    for (int i = lane; i < 4 * run; i += kWarpSize) {
-      const int k = first + 8 * i;
-      cp_async_16(smem_address(scales + 16 * i), norm_weight + (k < K ? k : 0), k < K);
-    }
+  // The norm's weight is part of the first group.
+  for (int i = lane; NORM && i < 4 * run; i += kWarpSize) {
+    const int k = first + 8 * i;
+    cp_async_16(smem_address(scales + 16 * i), norm_weight + (k < K ? k : 0), k < K);
   }
 #pragma unroll 1
   for (u32 at = queue; at != queue_end; at += kStepBytes) load_weights(at);
