@@ -16,8 +16,8 @@ from tinyvllm.bench.synthetic import decode_dims
 from tinyvllm.cli.main import main
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.devices import DEVICES
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import step_program
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.program import Weight
 from tinyvllm.util import DType, InputError
