@@ -5,14 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tinyvllm.model.config import ModelConfig, RopeConfig
+from tinyvllm.model.config import RopeConfig
+from tinyvllm.model.presets import PRESETS
 from tinyvllm.model.programs import step_program
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.numpy_executor import NumpyExecutor
 from tinyvllm.ops.program import STATE, concrete
 from tinyvllm.ops.row_params import as_words, new_row_params
 from tinyvllm.sampling_params import SAMPLERS
-from tinyvllm.util import DType
 
 
 def kinds(program):
@@ -20,26 +20,17 @@ def kinds(program):
 
 
 def llama(**options):
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
+    small = dataclasses.replace(
+        PRESETS["llama-3.2-1b"],
         vocab_size=97,
         hidden_size=96,
         intermediate_size=80,
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=64,
-        rms_norm_eps=1e-5,
         rope=RopeConfig(),
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-        dtype=DType.BF16,
-        bos_token_id=None,
-        eos_token_ids=(),
     )
-    return dataclasses.replace(config, **options)
+    return dataclasses.replace(small, **options)
 
 
 LIMITS = {"T": 12, "R": 4, "R1": 5, "S": 4, "D": 4, "Q": 16, "C": 64, "SLOTS": 4, "MB": 4}
