@@ -14,8 +14,8 @@ from tinyvllm.driver.spec import Kernel
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "cuda_src"
 OPS = {path.stem for path in (ROOT / "tinyvllm" / "ops").glob("*.py")}
-# Kernels that are no op: what launches them.
-NO_OPS = {"doctor": "doctor"}  # checks an installation
+# Kernels that are no op: the module that launches them.
+NO_OPS = {"doctor": "doctor.py"}  # checks an installation
 SCALARS = {
     "i32": {"int", "i32"},
     "u32": {"u32", "unsigned", "unsigned int"},
@@ -83,7 +83,8 @@ def test_an_op_and_its_test_have_the_stem_of_the_file(path):
     """x.cu, and x_variant.cu where an op has several, belong to ops/x.py and tests/ops/test_x.py;
     an op that shares its name with another's beginning is the longer one."""
     if path.stem in NO_OPS:
-        module, test = f"tinyvllm/{NO_OPS[path.stem]}.py", f"tests/test_{NO_OPS[path.stem]}.py"
+        folder, _, name = NO_OPS[path.stem].rpartition("/")
+        module, test = f"tinyvllm/{NO_OPS[path.stem]}", f"tests/{folder}/test_{name}"
     else:
         stems = [op for op in OPS if f"{path.stem}_".startswith(f"{op}_")]
         assert stems, f"tinyvllm/ops has no module for {path.name}"

@@ -1,12 +1,14 @@
 """The commands and the Python of the documents: the command line takes them, they run."""
 
+import importlib
+import pkgutil
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tinyvllm.cli import bench, chat, doctor, generate, kernel, plan, serve, trace
+from tinyvllm import cli
 from tinyvllm.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +34,8 @@ def commands():
 def taken(monkeypatch):
     """The commands' functions replaced, so that a command line is parsed and nothing runs."""
     names = []
-    for module in (bench, chat, doctor, generate, kernel, plan, serve, trace):
+    for info in pkgutil.iter_modules(cli.__path__):
+        module = importlib.import_module(f"tinyvllm.cli.{info.name}")
         for name in filter(re.compile("run_").match, dir(module)):
             monkeypatch.setattr(module, name, lambda *args, name=name: names.append(name) or 0)
     return names
