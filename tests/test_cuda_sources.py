@@ -22,7 +22,7 @@ SCALARS = {
     "i64": {"i64", "long long"},
     "u64": {"u64", "unsigned long long"},
     "f32": {"float"},
-    "map": {"const __grid_constant__ TensorMap"},
+    "map": {"TensorMap"},
 }
 PATTERN = re.compile(
     r"(?:template\s*<(?P<template>[^>{;]*)>\s*)?"

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.driver.spec import DeviceInfo, Launch
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, choose
+from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
+from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, MATMUL_HOPPER, Choice, choose
+from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program
 
@@ -16,31 +17,40 @@ from tinyvllm.ops.program import Op, Program
 def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Launch:
     """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual."""
     (M, K), N = a.x.shape, a.weight.shape[0]
+    return launch_of(choose(M, N, K, device, silu=silu), a, silu)
+
+
+def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
+    """The launch of a product by the kernel, tile and grid chosen."""
+    (M, K), N = a.x.shape, a.weight.shape[0]
     residual = getattr(a, "residual", None)
     assert residual is None or not silu
     assert a.x.ptr % 16 == 0 and a.x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
     assert all(o is None or o.ptr % (2 * o.dtype.itemsize) == 0 for o in (a.bias, residual, a.y))
     args: dict[str, Any] = {
-        "x": a.x.ptr,
-        "weight": a.weight.ptr,
         "bias": 0 if a.bias is None else a.bias.ptr,
         "residual": 0 if residual is None else residual.ptr,
         "y": a.y.ptr,
         "M": M,
         "N": N,
         "K": K,
-        "x_stride": a.x.row_stride,
         "residual_stride": 0 if residual is None else residual.row_stride,
         "y_stride": a.y.row_stride,
     }
-    choice = choose(M, N, K, device)
+    if choice.kernel is MATMUL_HOPPER:
+        x_rows, weight_rows = choice.boxes
+        args["x_map"] = TensorMap(a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K)
+        args["weight_map"] = TensorMap(a.weight.ptr, a.act, N, K, K, weight_rows, TILE_K)
+        args["group"] = choice.group
+    else:
+        args |= {"x": a.x.ptr, "weight": a.weight.ptr, "x_stride": a.x.row_stride}
     if choice.kernel is not MATMUL_FEW_ROWS:
         args["split"] = choice.split
     return choice.kernel(a.act, a.y.dtype, *choice.template, silu).launch(
         (choice.blocks,),
         choice.threads,
         smem=choice.smem,
-        cluster=choice.split,
+        cluster=choice.cluster,
         pdl=choice.pdl,
         **args,
     )
