@@ -1,32 +1,28 @@
-// y = x weight^T (+ bias) (+ residual), or silu(gate) * up, on Hopper's tensor cores (sm_90a).
+// y = x weight^T (+ bias) (+ residual), or silu(gate) * up, for up to 32 rows of x on Hopper's tensor
+// cores (sm_90a). matmul_hopper.cu has those for more.
 //
-// Operands: matmul_tile.cuh. The product is computed transposed: a block's tile is 64 weight rows
-// for each of its warpgroups by BM rows of x, so that few rows of x waste nothing. Tiles of 64
-// elements of K run through STAGES buffers in shared memory, filled ahead by cp.async, multiplied
-// from there by wgmma. `split` blocks of a cluster share out K, so that every SM streams weights
-// also where a product has few tiles, and add up their sums at the end.
+// Operands: matmul_tile.cuh. The product is computed transposed: a block's tile is 64 weight rows by
+// BM rows of x, so that few rows of x waste nothing. Tiles of 64 elements of K run through STAGES
+// buffers in shared memory, filled ahead by cp.async, multiplied from there by wgmma. `split` blocks
+// of a cluster share out K, so that every SM streams weights also where a product has few tiles, and
+// add up their sums at the end.
 //
-// Bound: up to some 128 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
+// Bound: the weights' 2 N K bytes from memory.
 #include "matmul_tile.cuh"
 #include "wgmma.cuh"
 
-template <typename T, typename Out, int BM, int WARPGROUPS, int STAGES, bool SILU>
-__global__ void __launch_bounds__(128 * WARPGROUPS, BM >= 128 ? 1 : 2)
+template <typename T, typename Out, int BM, int STAGES, bool SILU>
+__global__ void __launch_bounds__(128, 2)
     matmul_wide_kernel(const T* x, const T* __restrict__ weight, const T* __restrict__ bias,
                        const T* residual, Out* y, int M, int N, int K, int x_stride,
                        int residual_stride, int y_stride, int split) {
   start_next();
-  constexpr int kThreads = 128 * WARPGROUPS;
-  constexpr int kCols = 64 * WARPGROUPS;  // weight rows of a tile
+  constexpr int kThreads = 128;
+  constexpr int kCols = 64;  // weight rows of a tile
   constexpr int kPitch = kCols + 4;  // of a row of partial sums: a fragment's lanes hit all banks
   constexpr u32 kStageBytes = (kCols + BM) * kTileK * sizeof(T);
   constexpr u32 kXOffset = kCols * kTileK * sizeof(T);
-  constexpr int kInstrM = BM < 128 ? BM : 128;  // rows of x in an instruction
-  constexpr int kParts = BM / kInstrM;
-  // Where products are the bound, those of one tile still run while the next one's are issued; the
-  // buffer that is filled meanwhile is then that of the tile before.
-  constexpr int kRunning = BM >= 128 ? 1 : 0;
-  constexpr int kAhead = STAGES - 1 - kRunning;
+  constexpr int kAhead = STAGES - 1;
   static_assert(kAhead >= 2 && BM * kPitch * sizeof(float) <= STAGES * kStageBytes);
 
   extern __shared__ __align__(1024) u8 shared[];  // STAGES x (weight tile, x tile)
@@ -58,44 +54,33 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, BM >= 128 ? 1 : 2)
     cp_async_commit();  // the weights are part of the first group
   }
 
-  float sum[kParts][kInstrM / 2] = {};
-  const int warpgroup = threadIdx.x / 128;
+  float sum[BM / 2] = {};
   for (int t = first; t < last; t++) {
     cp_async_wait<kAhead - 1>();
     fence_for_wgmma();
-    // Tile t is there for all; all have waited for the products of tile t - 1 - kRunning.
-    __syncthreads();
+    __syncthreads();  // tile t is there for all; all have waited for the products of tile t - 1
     load_weight(t + kAhead);
     load_x(t + kAhead);
     cp_async_commit();  // an empty group too, so that the count of groups stays that of tiles
-    const u32 a = stage(t) + warpgroup * (64 * kTileK * sizeof(T));
-    const u32 b = stage(t) + kXOffset;
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; step++) {
-#pragma unroll
-      for (int part = 0; part < kParts; part++) {
-        wgmma<T, kInstrM>(sum[part], wgmma_tile(a + step * 32),
-                          wgmma_tile(b + part * (kInstrM * kTileK * sizeof(T)) + step * 32));
-      }
+      wgmma<T, BM>(sum, wgmma_tile(stage(t) + step * 32),
+                   wgmma_tile(stage(t) + kXOffset + step * 32));
     }
     wgmma_commit();
-    wgmma_wait<kRunning>();
+    wgmma_wait<0>();
   }
-  wgmma_wait<0>();
   cp_async_wait<0>();
   __syncthreads();  // the buffers are free for the sums
 
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int part = 0; part < kParts; part++) {
-#pragma unroll
-    for (int i = 0; i < kInstrM / 2; i++) {
-      const int row = part * kInstrM + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const int col = warp * 16 + lane / 4 + i / 2 % 2 * 8;
-      store_shared(stages + 4 * (row * kPitch + col), sum[part][i]);
-    }
+  for (int i = 0; i < BM / 2; i++) {
+    const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    const int col = warp * 16 + lane / 4 + i / 2 % 2 * 8;
+    store_shared(stages + 4 * (row * kPitch + col), sum[i]);
   }
   store_tile<T, Out, BM, kCols, kPitch, kThreads, SILU>(
       stages, rank, split, bias, residual, y, row0, col0, M, N, residual_stride, y_stride);

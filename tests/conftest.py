@@ -13,7 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from fake_driver import FakeDriver, FakeFunctions
 
-from tinyvllm.driver import calls
+from tinyvllm.driver import calls, tensor_map
 from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.model import smollm2
 from tinyvllm.util import InputError
@@ -62,11 +62,12 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture
-def fake_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """In place of CUDA's, for this test."""
     driver = FakeDriver()
     monkeypatch.setattr(calls, "_functions", FakeFunctions(driver))
-    return driver
+    yield driver
+    tensor_map.encode.cache_clear()  # its maps are none that a GPU understands
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,18 @@ import pytest
 import tinyvllm
 from tinyvllm.driver.spec import Kernel
 
-SOURCES = Path(__file__).parents[1] / "cuda_src"
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "cuda_src"
+OPS = {path.stem for path in (ROOT / "tinyvllm" / "ops").glob("*.py")}
+# Kernels that are no op: the module that launches them.
+NO_OPS = {"doctor": "doctor.py"}  # checks an installation
 SCALARS = {
     "i32": {"int", "i32"},
     "u32": {"u32", "unsigned", "unsigned int"},
     "i64": {"i64", "long long"},
     "u64": {"u64", "unsigned long long"},
     "f32": {"float"},
-    "map": {"const __grid_constant__ TensorMap"},
+    "map": {"TensorMap"},
 }
 PATTERN = re.compile(
     r"(?:template\s*<(?P<template>[^>{;]*)>\s*)?"
@@ -54,6 +59,13 @@ def declared_kernels():
     return sorted(kernels, key=lambda k: (k.file, k.entry))
 
 
+def launched_by(module):
+    """The kernels that a module declares, or a module beside it of the same stem and a suffix."""
+    prefix = module.removesuffix(".py").replace("/", ".")
+    names = [n for n in sys.modules if n == prefix or n.startswith(f"{prefix}_")]
+    return {v for n in names for v in vars(sys.modules[n]).values() if isinstance(v, Kernel)}
+
+
 FILES = sorted(SOURCES.glob("*.cu"))
 KERNELS = declared_kernels()
 
@@ -64,6 +76,24 @@ def test_every_kernel_of_a_file_is_declared(path):
     assert path.read_text().count("__global__") == len(found), "the pattern misses a kernel"
     assert found, f"{path.name} has no kernel"
     assert set(found) == {k.entry for k in KERNELS if k.file == path.name}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_op_and_its_test_have_the_stem_of_the_file(path):
+    """x.cu, and x_variant.cu where an op has several, belong to ops/x.py and tests/ops/test_x.py;
+    an op that shares its name with another's beginning is the longer one."""
+    if path.stem in NO_OPS:
+        folder, _, name = NO_OPS[path.stem].rpartition("/")
+        module, test = f"tinyvllm/{NO_OPS[path.stem]}", f"tests/{folder}/test_{name}"
+    else:
+        stems = [op for op in OPS if f"{path.stem}_".startswith(f"{op}_")]
+        assert stems, f"tinyvllm/ops has no module for {path.name}"
+        stem = max(stems, key=len)
+        module, test = f"tinyvllm/ops/{stem}.py", f"tests/ops/test_{stem}.py"
+    declared = (k for k in KERNELS if k.file == path.name)
+    assert (ROOT / module).is_file() and all(k in launched_by(module) for k in declared)
+    assert (ROOT / test).is_file(), f"{path.name} has no {test}"
+    assert "pytest.mark.gpu" in (ROOT / test).read_text(), f"{test} tests no kernel"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.entry)

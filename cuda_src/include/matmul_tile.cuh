@@ -17,9 +17,10 @@ constexpr int kGroupTiles = 8;  // tiles along M that are worked on before the n
 
 // Tile coordinates (along M, along N) of a block: groups of kGroupTiles rows of tiles, within a
 // group column by column. A weight tile is so used by the whole group at about the same time.
-__device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_n) {
-  const int first_m = block / (kGroupTiles * tiles_n) * kGroupTiles;
-  const int group_size = min(kGroupTiles, tiles_m - first_m);
+__device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_n,
+                                              int group = kGroupTiles) {
+  const int first_m = block / (group * tiles_n) * group;
+  const int group_size = min(group, tiles_m - first_m);
   const int in_group = block - first_m * tiles_n;
   return {first_m + in_group % group_size, in_group / group_size};
 }
@@ -49,6 +50,10 @@ __device__ __forceinline__ void store_shared(u32 address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(u32 address, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void store_shared(u32 address, float2 v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
@@ -56,6 +61,15 @@ __device__ __forceinline__ void store_shared(u32 address, float2 v) {
 __device__ __forceinline__ float2 load_shared_2(u32 address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 load_shared_4(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 

@@ -33,6 +33,20 @@ __device__ __forceinline__ void fence_for_wgmma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Gives registers of a warpgroup that needs few to those that need many. All of its warps call it.
+template <int Registers> __device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// A __syncthreads() of the first Threads threads of a block.
+template <int Threads> __device__ __forceinline__ void sync_first() {
+  asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
+}
+
 // d += a b^T for tiles by their descriptors. Between a wgmma_fence() and the wgmma_wait() for its
 // group, d must not be touched.
 template <typename T, int N>
@@ -43,14 +57,25 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b);
 #define PLACES_16 PLACES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define PLACES_32 \
   PLACES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_48 \
+  PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define PLACES_64 \
-  PLACES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-            ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  PLACES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PLACES_96 \
+  PLACES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+            ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define PLACES_128 \
+  PLACES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106" \
+            ", %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117" \
+            ", %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define D_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D_8(i) D_4(i), D_4(i + 4)
 #define D_16(i) D_8(i), D_8(i + 8)
 #define D_32(i) D_16(i), D_16(i + 16)
+#define D_48(i) D_32(i), D_16(i + 32)
 #define D_64(i) D_32(i), D_32(i + 32)
+#define D_96(i) D_64(i), D_32(i + 64)
+#define D_128(i) D_64(i), D_64(i + 64)
 
 #define DEFINE_WGMMA(T, NAME, N, COUNT, A, B) \
   template <> __device__ __forceinline__ void wgmma<T, N>(float (&d)[N / 2], u64 a, u64 b) { \
@@ -63,7 +88,10 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b);
   DEFINE_WGMMA(T, NAME, 16, 8, "%8", "%9") \
   DEFINE_WGMMA(T, NAME, 32, 16, "%16", "%17") \
   DEFINE_WGMMA(T, NAME, 64, 32, "%32", "%33") \
-  DEFINE_WGMMA(T, NAME, 128, 64, "%64", "%65")
+  DEFINE_WGMMA(T, NAME, 96, 48, "%48", "%49") \
+  DEFINE_WGMMA(T, NAME, 128, 64, "%64", "%65") \
+  DEFINE_WGMMA(T, NAME, 192, 96, "%96", "%97") \
+  DEFINE_WGMMA(T, NAME, 256, 128, "%128", "%129")
 
 DEFINE_WGMMA_OF(__nv_bfloat16, "bf16")
 DEFINE_WGMMA_OF(__half, "f16")

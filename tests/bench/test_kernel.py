@@ -17,8 +17,8 @@ from tinyvllm.bench.synthetic import decode_dims
 from tinyvllm.cli.main import main
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.devices import DEVICES
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import step_program
 from tinyvllm.ops.lower import RULES, fuse_norm, fuse_silu_mul, lower
 from tinyvllm.ops.program import Weight
 from tinyvllm.util import DType, InputError
@@ -119,7 +119,9 @@ def test_another_source_is_compiled_in_its_place(capsys, monkeypatch, tmp_path):
 
 def test_a_kernel_that_no_step_has(capsys):
     assert main(["kernel", "sing"]) == 1
-    assert "sing: no kernel of a decode.plain step" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "sing: no kernel of a decode.plain step" in message
+    assert "it has advance_rows_kernel," in message and "rms_norm_kernel" in message
 
 
 def test_machine_code_needs_the_toolkit(monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 from tinyvllm.bench import kernels
 from tinyvllm.bench.roofline import roofline_svg
 from tinyvllm.cli.main import main
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import step_program
 from tinyvllm.ops.lower import lower
 
 PRODUCT = kernels.OpTime("matmul o_proj", 16, 1, 4.0, 2.0, 8_000_000, 16_000_000, 0.64)

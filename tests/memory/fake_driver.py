@@ -1,6 +1,7 @@
 """A driver of plain host memory, so that what manages memory is tested without a GPU."""
 
 import ctypes
+from types import SimpleNamespace
 
 OUT_OF_MEMORY, NOT_READY, NOT_SUPPORTED = 2, 600, 801
 NAMES = {
@@ -160,6 +161,9 @@ class FakeDriver:
             src = copy.srcHost + row * copy.srcPitch
             ctypes.memmove(int(copy.dstDevice) + row * copy.dstPitch, src, copy.WidthInBytes)
         return 0
+
+    def cuTensorMapEncodeTiled(self, *what):  # noqa: N802
+        return 0, SimpleNamespace(opaque=[0] * 16)
 
     def cuGetErrorName(self, status):  # noqa: N802
         return 0, NAMES.get(status, b"CUDA_ERROR_OUT_OF_MEMORY")

@@ -1,4 +1,4 @@
-"""Paged attention: the reference, how contexts are split, and the kernels at awkward lengths."""
+"""Paged attention: the reference, how contexts are split, and decode rows at awkward lengths."""
 
 import re
 
@@ -17,7 +17,6 @@ from tinyvllm.util import DType, InputError, ceil_div
 H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30)
 LAYERS, LAYER = 2, 1
 CONTEXTS = [1, 7, 16, 17, 63, 200, 1000, 4097]
-CHUNKS = [(n, earlier) for n in (1, 7, 17, 64, 65, 300) for earlier in (0, 5, 16, 333)]
 
 
 def attention_program(heads, kv_heads, head_dim, block_size, outputs=("y",)):
@@ -183,13 +182,13 @@ def test_chunks_equal_the_whole():
         np.testing.assert_allclose(got, whole[start:end], atol=1e-5)
 
 
-def test_constants_are_those_of_the_kernels():
-    def constants(file):
-        text = (cuda_src_dir() / file).read_text()
-        return {n: int(v) for n, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
+def constants(file):
+    text = (cuda_src_dir() / file).read_text()
+    return {n: int(v) for n, v in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
 
+
+def test_constants_are_those_of_the_kernel():
     decode = constants("attention_decode.cu") | constants("include/attention_work.cuh")
-    prefill = constants("attention_prefill.cu")
     shared = {
         "kThreads": attention.DECODE_THREADS,
         "kMinPartition": attention.MIN_PARTITION,
@@ -199,11 +198,6 @@ def test_constants_are_those_of_the_kernels():
         "kRingBytes": attention.RING_BYTES,
     }
     assert decode.items() >= shared.items()
-    assert prefill == {
-        "kThreads": attention.PREFILL_THREADS,
-        "kQueries": attention.PREFILL_QUERIES,
-        "kKeys": attention.PREFILL_KEYS,
-    }
 
 
 def test_partitions_of_every_context_fit_the_scratch():
@@ -345,32 +339,3 @@ def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
         one["query_start"] = np.array([0, 1], np.int32)
         alone = run_cuda(device, program, dims | {"T": 1, "R": 1, "R1": 2, "D": 1}, arrays | one)
         np.testing.assert_array_equal(alone["y"][0], batch[r])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
-@pytest.mark.parametrize(
-    ("group", "kv_heads", "head_dim", "block_size"),
-    [
-        (1, 2, 64, 8),
-        (3, 1, 64, 16),
-        (4, 1, 128, 32),
-        (8, 1, 128, 64),
-    ],
-)
-def test_prefill_kernel(device, group, kv_heads, head_dim, block_size, act):
-    shape = (group * kv_heads, kv_heads, head_dim, block_size)
-    dims, arrays = problem(CHUNKS, *shape)
-    # Rows of one token among chunks are the prefill kernel's too.
-    dims |= {"D": 0, "Q": 320}
-    program = attention_program(*shape)
-    check_cuda(device, program, program, dims, arrays, act, {"T": dims["T"] + 5})
-
-
-@pytest.mark.gpu
-def test_mixed_rows(device):
-    shape = (9, 3, 64, 16)
-    dims, arrays = problem([(1, 200), (1, 0), (1, 900), (77, 50), (1, 64), (300, 0)], *shape)
-    program = attention_program(*shape)
-    first = check_cuda(device, program, program, dims, arrays)["y"]
-    np.testing.assert_array_equal(run_cuda(device, program, dims, arrays)["y"], first)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import check_cuda, run_cuda, run_numpy
 
-from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.driver.spec import DeviceInfo, TensorMap
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops import matmul, matmul_choice
 from tinyvllm.ops.lower import lower
@@ -16,7 +16,7 @@ from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
 from tinyvllm.util import DType
 
 H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30, "hopper")
-ROWS = [1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 64, 65, 127, 130, 257]
+ROWS = [1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 64, 65, 127, 130, 192, 257]
 SHAPES = [
     (1, 8),
     (7, 40),
@@ -119,9 +119,23 @@ def operands(M, N, K, act=DType.BF16, dtype=None):
 
 def test_launch_takes_grid_and_cluster_from_the_choice():
     launch = matmul.matmul_launch(operands(64, 2048, 8192), H200)
+    assert (launch.grid, launch.cluster, launch.args[-2]) == ((192, 1, 1), 6, 6)
+    launch = matmul.matmul_launch(operands(32, 2048, 8192), H200)
     assert (launch.grid, launch.cluster, launch.args[-1]) == ((160, 1, 1), 5, 5)
     launch = matmul.matmul_launch(operands(1, 2048, 2048), H200)
     assert (launch.grid, launch.cluster) == ((128, 1, 1), 1)
+
+
+def test_maps_do_not_depend_on_the_number_of_rows():
+    """They are encoded once for each buffer, whatever the steps bring."""
+    few, more = operands(70, 2048, 2048), operands(90, 2048, 2048)
+    few.x = DeviceArray(0, (70, 2048), DType.BF16, max_rows=8192)
+    more.x = DeviceArray(0, (90, 2048), DType.BF16, max_rows=8192)
+    launches = [matmul.matmul_launch(a, H200) for a in (few, more)]
+    maps = [[a for a in launch.args if isinstance(a, TensorMap)] for launch in launches]
+    assert maps[0] == maps[1] and maps[0][0].rows == 8192
+    silu = matmul.matmul_launch(operands(8192, 16384, 2048), H200, silu=True)
+    assert silu.spec != matmul.matmul_launch(operands(8192, 16384, 2048), H200).spec
 
 
 def test_cost_counts_each_operand_once():
@@ -178,9 +192,11 @@ def test_kernel_odd_vocabulary(device, path, M):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M, N", [(256, 2048), (1000, 4090), (1100, 1544), (2300, 1544)])
+@pytest.mark.parametrize(
+    "M, N", [(256, 2048), (1000, 4090), (1100, 1544), (2300, 1544), (300, 16000)]
+)
 def test_kernel_larger_tiles(device, path, M, N):
-    """64 x 64, 128 x 128 and 256 x 128, two groups of tiles along M and ragged edges."""
+    """Two groups of tiles along M, more tiles than SMs, and ragged edges."""
     program = product(N, 136, dtype=DType.F32)
     arrays = random_arrays(program, M)
     assert_product(run_cuda(device, program, {"T": M}, arrays)["y"], arrays, DType.BF16)

@@ -7,16 +7,24 @@ import pytest
 
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
-from tinyvllm.ops import matmul_choice
+from tinyvllm.ops import matmul_tiles
 from tinyvllm.ops.matmul_choice import (
-    FEW_ROWS,
     MATMUL,
     MATMUL_FEW_ROWS,
+    MATMUL_HOPPER,
     MATMUL_WIDE,
+    choose,
+)
+from tinyvllm.ops.matmul_tiles import (
+    FEW_ROWS,
+    FEW_ROWS_COLS,
+    FEW_ROWS_MAX,
+    FEW_ROWS_STEP,
+    HOPPER_FEW,
+    HOPPER_US,
     SPLIT_TILES,
     TILES,
     WIDE_TILES,
-    choose,
 )
 
 H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30, "hopper")
@@ -33,21 +41,31 @@ ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024, 8192]
 def tile_of(choice):
     """Rows of x and columns that a block of this choice computes."""
     if choice.kernel is MATMUL_FEW_ROWS:
-        return matmul_choice.FEW_ROWS_MAX, matmul_choice.FEW_ROWS_COLS
+        return FEW_ROWS_MAX, FEW_ROWS_COLS
+    if choice.kernel is MATMUL_HOPPER:
+        *tile, split = choice.template
+        tile = matmul_tiles.HopperTile(*tile)
+        assert split == (choice.split > 1) and choice.boxes == (tile.rows, tile.cols)
+        return tile.rows, tile.cols
     rows, cols, *_ = choice.template
-    return rows, cols * (64 if choice.kernel is MATMUL_WIDE else 1)
+    return rows, 64 if choice.kernel is MATMUL_WIDE else cols
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.name}-{d.kernel_path}")
 @pytest.mark.parametrize("N, K", SHAPES)
 def test_every_choice_covers_the_result_and_fits_the_device(N, K, device):
     for M in ROWS:
-        choice = choose(M, N, K, device)
-        rows, cols = tile_of(choice)
-        assert choice.blocks == -(-M // rows) * -(-N // cols) * choice.split
-        assert choice.kernel is not MATMUL_FEW_ROWS or rows >= M
-        assert choice.smem <= device.smem_per_block and choice.threads <= 512
-        assert (choice.kernel is MATMUL_WIDE) <= (device.kernel_path == "hopper")
+        for silu in (False, True):
+            choice = choose(M, N, K, device, silu=silu)
+            rows, cols = tile_of(choice)
+            tiles = -(-M // rows) * -(-N // cols)
+            if choice.kernel is MATMUL_HOPPER and choice.split == 1:
+                tiles = min(tiles, device.num_sms * (2 if rows == 64 and cols == 64 else 1))
+            assert choice.blocks == tiles * choice.split
+            assert choice.kernel not in (MATMUL_FEW_ROWS, MATMUL_WIDE) or rows >= M
+            assert choice.smem <= device.smem_per_block and choice.threads <= 512
+            if choice.kernel in (MATMUL_WIDE, MATMUL_HOPPER):
+                assert device.kernel_path == "hopper"
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.name}-{d.kernel_path}")
@@ -70,17 +88,44 @@ def test_split_only_in_clusters_that_all_run_at_once(device):
         (8, 16384, 2048, (16, 64), 1),
         (16, 3072, 2048, (16, 64), 4),
         (32, 2048, 2048, (32, 64), 4),
-        (64, 2048, 8192, (64, 64), 5),
-        (128, 3072, 2048, (128, 128), 4),
+    ],
+)
+def test_choices_for_few_rows_on_hopper_are_those_that_were_measured_to_win(M, N, K, tile, split):
+    choice = choose(M, N, K, H200)
+    assert (choice.kernel, tile_of(choice), choice.split) == (MATMUL_WIDE, tile, split)
+
+
+@pytest.mark.parametrize(
+    "M, N, K, tile, split",
+    [
+        (33, 128256, 2048, (64, 64), 1),
+        (64, 3072, 2048, (64, 64), 4),
+        (64, 16384, 2048, (64, 64), 1),
+        (64, 2048, 8192, (64, 64), 6),
+        (128, 3072, 2048, (128, 64), 1),
         (128, 2048, 2048, (128, 64), 3),
+        (128, 16384, 2048, (128, 128), 1),
+        (128, 2048, 8192, (128, 128), 6),
+        (192, 16384, 2048, (192, 128), 1),
+        (192, 128256, 2048, (192, 128), 1),
+        (192, 2048, 8192, (192, 128), 6),
+        (256, 2048, 2048, (128, 64), 1),
+        (256, 16384, 2048, (128, 256), 1),
         (256, 2048, 8192, (128, 128), 3),
-        (256, 16384, 2048, (256, 128), 1),
-        (8192, 2048, 8192, (256, 128), 1),
+        (1024, 3072, 2048, (128, 192), 1),
+        (1024, 2048, 2048, (128, 128), 1),
+        (1024, 16384, 2048, (64, 256), 1),
+        (1024, 2048, 8192, (128, 128), 1),
+        (8192, 3072, 2048, (128, 256), 1),
+        (8192, 2048, 2048, (128, 256), 1),
+        (8192, 16384, 2048, (64, 256), 1),
+        (8192, 2048, 8192, (128, 256), 1),
+        (8192, 8192, 8192, (128, 256), 1),
     ],
 )
 def test_choices_on_hopper_are_those_that_were_measured_to_win(M, N, K, tile, split):
-    choice = choose(M, N, K, H200)
-    assert (choice.kernel, tile_of(choice), choice.split) == (MATMUL_WIDE, tile, split)
+    choice = choose(M, N, K, H200, silu=N == 16384)
+    assert (choice.kernel, tile_of(choice), choice.split) == (MATMUL_HOPPER, tile, split)
 
 
 @pytest.mark.parametrize("M, N, tile", [(16, 3072, (16, 64)), (33, 2048, (64, 64))])
@@ -135,9 +180,21 @@ def test_tiles_fit_fragments_and_shared_memory(tile):
 
 
 @pytest.mark.parametrize("tile", WIDE_TILES)
-def test_wide_tiles_fit_shared_memory(tile):
-    assert tile.smem <= 227 << 10
+def test_wide_tiles_fit_shared_memory_twice(tile):
+    assert 2 * (tile.smem + 1024) <= 228 << 10
     assert tile.rows * (tile.cols + 4) * 4 <= tile.smem
+
+
+@pytest.mark.parametrize("tile", [HOPPER_FEW, *HOPPER_US])
+def test_hopper_tiles_fit_shared_memory(tile):
+    assert tile.smem <= 227 << 10
+    if tile.max_split > 1:  # the sums go through the stages
+        assert tile.rows * (tile.cols + 8) * 4 <= tile.stages * (tile.rows + tile.cols) * 128
+
+
+def test_two_blocks_for_few_rows_fit_on_an_sm():
+    assert 2 * (HOPPER_FEW.smem + 1024) <= 228 << 10
+    assert choose(64, 128256, 2048, H200).blocks == 2 * H200.num_sms
 
 
 def test_constants_agree_with_the_kernels():
@@ -146,11 +203,12 @@ def test_constants_agree_with_the_kernels():
         return re.search(rf"constexpr int {name} = ([^;]+);", text)[1]
 
     few = "matmul_few_rows.cu"
-    assert int(constant(few, "kTileCols")) == matmul_choice.FEW_ROWS_COLS
-    assert int(constant(few, "kStepK")) == matmul_choice.FEW_ROWS_STEP
-    assert int(constant(few, "kMaxRows")) == matmul_choice.FEW_ROWS_MAX
+    assert int(constant(few, "kTileCols")) == FEW_ROWS_COLS
+    assert int(constant(few, "kStepK")) == FEW_ROWS_STEP
+    assert int(constant(few, "kMaxRows")) == FEW_ROWS_MAX
     assert constant(few, "kStepBytes") == "2 * 16 * kWarpSize"  # 1 KiB
     for one in FEW_ROWS:
         assert one.blocks_per_sm == int(constant(few, "kRingsPerSm")) // (one.warps * one.ring)
-    assert int(constant("include/matmul_tile.cuh", "kTileK")) == matmul_choice.TILE_K
-    assert int(constant("include/cluster.cuh", "kMaxCluster")) >= matmul_choice.MAX_SPLIT
+    assert int(constant("include/matmul_tile.cuh", "kTileK")) == matmul_tiles.TILE_K
+    most = max(t.max_split for t in (*TILES, *WIDE_TILES, *HOPPER_US))
+    assert int(constant("include/cluster.cuh", "kMaxCluster")) >= most

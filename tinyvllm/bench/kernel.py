@@ -103,9 +103,15 @@ def show_kernel(
     assert config.max_model_len is not None and config.num_gpu_blocks_override is not None
     limits = engine_limits(config, config.max_model_len, config.num_gpu_blocks_override)
     act = model_dtype(config, model.config)
-    uses = find_uses(program, {**limits, **sizes}, act, DEVICES[arch], name)
+    dims, info = {**limits, **sizes}, DEVICES[arch]
+    uses = find_uses(program, dims, act, info, name)
     if not uses:
-        raise InputError(f"{name}: no kernel of a {program.name} step has this in its name or file")
+        launched = [one for use in find_uses(program, dims, act, info, "") for one in use.launches]
+        names = ", ".join(sorted({one.spec.kernel.entry for one in launched}))
+        raise InputError(
+            f"{name}: no kernel of a {program.name} step has this in its name or file; it has "
+            f"{names} (other steps: --phase, --sampler, --batch, --model)"
+        )
     change = _changed(source)
     specs = {change(one).spec: one.smem for use in uses for one in use.launches}
     for spec, compiled in compile_all(specs, arch).items():

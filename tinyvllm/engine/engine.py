@@ -14,6 +14,7 @@ from tinyvllm.driver.calls import phase
 from tinyvllm.engine.backend import Backend, open_backend
 from tinyvllm.engine.monitor import Monitor
 from tinyvllm.engine.output_processor import OutputProcessor
+from tinyvllm.engine.policy import order_of
 from tinyvllm.engine.prompt import tokenize
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.row_lists import row_lists
@@ -38,6 +39,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, backend: Backend | None = None) -> None:
         self.config = config
+        order_of(config.scheduling_policy)  # errors in the options come before the work
         self.model = resolve_model(config.model, config.load_format, config.revision)
         self.tokenizer = self.model.tokenizer()
         self.backend = backend or open_backend(config, self.model)

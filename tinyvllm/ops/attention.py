@@ -1,4 +1,4 @@
-"""Causal attention over the paged KV cache: decode rows, prefill chunks, and how they are split."""
+"""Causal attention over the paged KV cache: the op, its reference, how decode rows are split."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
 from tinyvllm.memory.array import DeviceArray
+from tinyvllm.ops.attention_prefill import prefill_launch
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Shape
 from tinyvllm.util import InputError, ceil_div
@@ -23,15 +24,6 @@ DECODE = Kernel(
     "i32 max_partitions, ptr ahead, i32 ahead_bytes",
     pdl=True,
 )
-PREFILL = Kernel(
-    "attention_prefill.cu",
-    "attention_prefill_kernel",
-    "ptr q, ptr kv_cache, ptr block_tables, ptr query_start, ptr batch_slots, ptr seq_lens, ptr y, "
-    "f32 scale_log2, i32 first_row, i32 q_stride, i32 y_stride, i64 block_stride, "
-    "i32 num_kv_heads, i32 group_size, i32 block_shift, i32 max_blocks",
-    pdl=True,
-)
-
 HEAD_DIMS = (64, 128)
 
 # Constants of attention_decode.cu: threads, tokens of the shortest partition, most partitions,
@@ -55,11 +47,6 @@ SHARING_BLOCKS_PER_SM = 2
 # 16 MiB cost 30 us, as attention's own loads wait behind them; at 8 and 32 rows nothing is saved.
 AHEAD_BYTES = 8 << 20
 AHEAD_ROWS = 2
-
-# Constants of attention_prefill.cu: threads, queries and keys of a tile.
-PREFILL_THREADS = 128
-PREFILL_QUERIES = 64
-PREFILL_KEYS = 64
 
 # The reference computes so many scores at once: 8 MiB of float32 stay in a CPU's cache.
 REFERENCE_SCORES = 1 << 21
@@ -145,25 +132,13 @@ class Attention(OpDef):
             _attend(q[tokens], k, v, y[tokens])
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        head_dim = check_head_dim(a)
-        num_decode, num_rows = a.dims["D"], a.seq_lens.shape[0]
+        check_head_dim(a)
+        num_decode = a.dims["D"]
         launches = []
         if num_decode > 0:
             launches.append(decode_launch(a, device, a.q, num_decode))
-        if num_rows > num_decode:
-            heads = a.q.shape[1] // head_dim
-            grid = (ceil_div(a.dims["Q"], PREFILL_QUERIES), heads, num_rows - num_decode)
-            spec = PREFILL(a.act, head_dim)
-            launches.append(
-                spec.launch(
-                    grid,
-                    PREFILL_THREADS,
-                    smem=2 * 2 * PREFILL_KEYS * head_dim * a.act.itemsize,
-                    query_start=a.query_start.ptr,
-                    first_row=num_decode,
-                    **_common(a, a.q),
-                )
-            )
+        if a.seq_lens.shape[0] > num_decode:
+            launches.append(prefill_launch(a, device, num_decode, _common(a, a.q)))
         return launches
 
     def scratch(self, a: Operands, device: DeviceInfo) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.driver.spec import DeviceInfo, Launch
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, choose
+from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
+from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, MATMUL_HOPPER, Choice, choose
+from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program
 
@@ -19,30 +20,38 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
     With an operand norm_weight, x is normed first; only matmul_few_rows.cu can.
     """
     (M, K), N = a.x.shape, a.weight.shape[0]
+    return launch_of(choose(M, N, K, device, silu=silu), a, silu)
+
+
+def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
+    """The launch of a product by the kernel, tile and grid chosen."""
+    (M, K), N = a.x.shape, a.weight.shape[0]
     residual, norm_weight = getattr(a, "residual", None), getattr(a, "norm_weight", None)
     assert residual is None or not silu
     assert a.x.ptr % 16 == 0 and a.x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
     assert all(o is None or o.ptr % (2 * o.dtype.itemsize) == 0 for o in (a.bias, residual, a.y))
     args: dict[str, Any] = {
-        "x": a.x.ptr,
-        "weight": a.weight.ptr,
         "bias": 0 if a.bias is None else a.bias.ptr,
         "residual": 0 if residual is None else residual.ptr,
         "y": a.y.ptr,
         "M": M,
         "N": N,
         "K": K,
-        "x_stride": a.x.row_stride,
         "residual_stride": 0 if residual is None else residual.row_stride,
         "y_stride": a.y.row_stride,
     }
-    choice = choose(M, N, K, device)
+    if choice.kernel is MATMUL_HOPPER:
+        x_rows, weight_rows = choice.boxes
+        args["x_map"] = TensorMap(a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K)
+        args["weight_map"] = TensorMap(a.weight.ptr, a.act, N, K, K, weight_rows, TILE_K)
+        args["group"] = choice.group
+    else:
+        args |= {"x": a.x.ptr, "weight": a.weight.ptr, "x_stride": a.x.row_stride}
     template: tuple[int | bool, ...] = (*choice.template, silu)
     if choice.kernel is MATMUL_FEW_ROWS:
         template = (*template, norm_weight is not None)
-        args["norm_weight"], args["eps"] = (
-            (0, 0.0) if norm_weight is None else (norm_weight.ptr, a.eps)
-        )
+        args["norm_weight"] = 0 if norm_weight is None else norm_weight.ptr
+        args["eps"] = 0.0 if norm_weight is None else a.eps
     else:
         assert norm_weight is None
         args["split"] = choice.split
@@ -50,7 +59,7 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
         (choice.blocks,),
         choice.threads,
         smem=choice.smem,
-        cluster=choice.split,
+        cluster=choice.cluster,
         pdl=choice.pdl,
         **args,
     )

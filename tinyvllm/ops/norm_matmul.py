@@ -35,9 +35,12 @@ class NormMatmul(OpDef):
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         (M, K), N = a.x.shape, a.weight.shape[0]
         # In float16, x * norm_weight may be out of range.
-        if a.act is DType.BF16 and choose(M, N, K, device).kernel is MATMUL_FEW_ROWS:
+        if (
+            a.act is DType.BF16
+            and choose(M, N, K, device, silu=self.silu).kernel is MATMUL_FEW_ROWS
+        ):
             return [matmul_launch(a, device, silu=self.silu)]
-        normed = DeviceArray(a.scratch, a.x.shape, a.act)
+        normed = DeviceArray(a.scratch, a.x.shape, a.act, max_rows=a.x.max_rows)
         product = Operands(x=normed, weight=a.weight, bias=a.bias, y=a.y, act=a.act)
         return [
             *norm_launches(a.x, a.norm_weight, normed, a.eps),

@@ -1,0 +1,140 @@
+"""The tiles that products are cut into, for each kernel, and how fast they were measured to be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tinyvllm.util import ceil_div
+
+TILE_K = 64  # elements of K in a step, for all kernels here
+MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
+HOPPER_WARP_BUFFER = 16 * (128 + 16)  # bytes for 16 rows of at most 128 bytes, padded
+
+# Constants of matmul_few_rows.cu: rows of x, columns of y in a block, elements of K in a step.
+FEW_ROWS_MAX = 2
+FEW_ROWS_COLS = 16
+FEW_ROWS_STEP = 32
+
+
+class FewRows(NamedTuple):
+    """A specialisation of matmul_few_rows.cu: warps, and steps that each has in flight."""
+
+    warps: int
+    ring: int
+
+    def smem(self, M: int, K: int) -> int:
+        """Bytes of dynamic shared memory: the queues, 1 KiB a step, x and the norm's weight."""
+        steps = ceil_div(ceil_div(K, FEW_ROWS_STEP), self.warps)  # of a warp
+        return self.warps * (self.ring * 1024 + (M + 1) * steps * FEW_ROWS_STEP * 2)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """That it is compiled for: an SM's queues have 192 KiB."""
+        return 192 // (self.warps * self.ring)
+
+
+class Tile(NamedTuple):
+    """A specialisation of matmul.cu: the tile of y that a block computes, and its pipeline.
+
+    `speed` is the relative rate of multiplications of an SM full of such blocks: larger tiles
+    load each operand less often.
+    """
+
+    rows: int
+    cols: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    speed: float
+
+    @property
+    def threads(self) -> int:
+        return self.warps_m * self.warps_n * 32
+
+    @property
+    def max_split(self) -> int:
+        return MAX_SPLIT
+
+    @property
+    def smem(self) -> int:
+        """Bytes of dynamic shared memory: x and weight tiles of 16-bit elements."""
+        return self.stages * (self.rows + self.cols) * TILE_K * 2
+
+
+class WideTile(NamedTuple):
+    """A specialisation of matmul_wide.cu: 64 columns of y by up to `rows`."""
+
+    rows: int
+    stages: int
+
+    @property
+    def cols(self) -> int:
+        return 64
+
+    @property
+    def max_split(self) -> int:
+        return MAX_SPLIT
+
+    @property
+    def smem(self) -> int:
+        return self.stages * (self.rows + self.cols) * TILE_K * 2
+
+
+class HopperTile(NamedTuple):
+    """A specialisation of matmul_hopper.cu: a tile of y, its pipeline, how blocks work together.
+
+    A tile has 64 * `parts` rows for each of `consumers` warpgroups, unless these `alternate`, and
+    `cols` columns. `cluster_m` x `cluster_n` neighbouring tiles share what they load.
+    """
+
+    parts: int
+    consumers: int
+    cols: int
+    stages: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    alternate: bool = False
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.parts * (1 if self.alternate else self.consumers)
+
+    @property
+    def max_split(self) -> int:
+        return 1 if self.alternate else 6
+
+    @property
+    def smem(self) -> int:
+        """Bytes of dynamic shared memory: stages, a buffer for each warp's results, barriers."""
+        tiles = self.stages * (self.rows + self.cols) * TILE_K * 2
+        return (
+            tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * (2 * self.stages + self.consumers)
+        )
+
+    def threads(self, split: int) -> int:
+        """Consumers and the producer: a warpgroup where it gives away registers."""
+        gives = self.consumers == 2 and self.parts * self.cols >= 256 and split == 1
+        return 128 * self.consumers + (128 if gives else 32)
+
+
+# From the deepest queues and least blocks an SM on: see matmul_choice.py.
+FEW_ROWS = (FewRows(8, 16), FewRows(8, 6), FewRows(4, 8))
+TILES = (
+    Tile(128, 128, 2, 2, 3, 1.0),
+    Tile(64, 64, 2, 2, 5, 0.7),
+    Tile(32, 64, 2, 2, 8, 0.5),
+    Tile(32, 32, 2, 2, 6, 0.35),
+)
+# Up to 64 rows, by rows, where clusters exist: N is cut finely and K is split.
+SPLIT_TILES = (Tile(16, 64, 1, 4, 8, 0.25), TILES[2], TILES[1])
+WIDE_TILES = (WideTile(16, 11), WideTile(32, 9))
+HOPPER_FEW = HopperTile(1, 1, 64, 6)  # up to 64 rows
+# What a tile takes for K = 2048 on a busy H200, in us, alone and with the SiLU product.
+HOPPER_US = {
+    HopperTile(1, 2, 64, 8): (8.3, 8.6),
+    HopperTile(1, 2, 128, 6): (12.0, 14.0),
+    HopperTile(1, 3, 128, 4): (17.5, 19.0),
+    HopperTile(1, 2, 192, 5): (18.0, 20.0),
+    HopperTile(1, 2, 256, 4): (22.7, 25.2),
+    HopperTile(1, 2, 256, 5, alternate=True): (14.9, 12.0),
+}
