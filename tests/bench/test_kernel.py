@@ -121,7 +121,7 @@ def test_a_kernel_that_no_step_has(capsys):
     assert main(["kernel", "sing"]) == 1
     message = capsys.readouterr().err
     assert "sing: no kernel of a decode.plain step" in message
-    assert "it has advance_rows_kernel," in message and "rms_norm_kernel" in message
+    assert "it has advance_rows_kernel," in message and "matmul_few_rows_kernel" in message
 
 
 def test_machine_code_needs_the_toolkit(monkeypatch):

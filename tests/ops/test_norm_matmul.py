@@ -80,7 +80,7 @@ def test_one_kernel_where_the_kernel_for_few_rows_runs(fused):
     assert [one.spec.kernel for one in launches(fused, 1)] == [matmul_choice.MATMUL_FEW_ROWS]
     norm, product = launches(fused, 64)
     assert norm.spec.kernel.file == "rms_norm.cu"
-    assert product.spec.kernel is matmul_choice.MATMUL_WIDE
+    assert product.spec.kernel is matmul_choice.MATMUL_HOPPER
 
 
 def test_float16_is_normed_first(fused):
