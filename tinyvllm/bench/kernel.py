@@ -179,8 +179,8 @@ def reference_errors(
     for operand in ("weight", "bias"):
         if (packed := op.operands.get(operand)) in alone.weights and op.parts:
             widths = {b.name: b.shape[-1] for b in (*program.buffers.values(), *op.local)}
-            parts = [part for part in op.parts if operand in part.operands]
-            heights = [int(widths[part.operands["y"]]) for part in parts]
+            products = [part for part in op.parts if part.kind == "matmul"]
+            heights = [int(widths[part.operands["y"]]) for part in products]
             weights |= unpacked(alone.weights[packed], before[packed], heights)
     inputs = {b.name: before[b.name] for b in alone.of_kind(INPUT)}
     outputs = tuple(b.name for b in alone.of_kind(OUTPUT))
