@@ -14,6 +14,7 @@ from dataclasses import asdict
 from tinyvllm.api.wire import (
     Abort,
     AskStats,
+    AskView,
     Channel,
     Command,
     Failed,
@@ -102,7 +103,7 @@ class EngineLoop:
         # their `Head` is sent.
         self._waiting: dict[int, tuple[Request, float]] = {}
         self._waited: dict[int, float | None] = {}
-        self._asked = False  # for stats
+        self._asked: set[type] = set()  # AskStats, AskView: what the next message shall have
         self._num_steps = 0
         self._step_seconds = 0.0
 
@@ -114,7 +115,7 @@ class EngineLoop:
         gc.freeze()
         step_end: float | None = None
         while True:
-            news = News([], [], [], None)
+            news = News([], [], [], None, None)
             for commands in self._channel.receive(wait=step_end is None):
                 for command in commands:
                     self._obey(command, news)
@@ -134,14 +135,15 @@ class EngineLoop:
             if not self._engine.has_unfinished_requests():
                 step_end = None
             if self._asked:
-                self._asked = False
-                news = news._replace(stats=self._stats())
+                view = self._engine.view() if AskView in self._asked else None
+                news = news._replace(stats=self._stats(), view=view)
+                self._asked.clear()
             if news.heads or news.rows or news.refused or news.stats:
                 self._channel.send(news)
 
     def _obey(self, command: Command, news: News) -> None:
-        if isinstance(command, AskStats):
-            self._asked = True
+        if isinstance(command, (AskStats, AskView)):
+            self._asked.add(type(command))
             return
         if isinstance(command, Abort):
             request_id = self._ids.get(command.number)
