@@ -24,6 +24,7 @@ from tinyvllm.serve.state import ServerState
 
 # The engine looks at its blocks at most once in this time, however many watch, and only for them.
 INTERVAL_S = 0.9
+_PATIENCE_S = 3.0  # for the step under way to end; after that the last frame must do
 _OLDEST_RATES_S = 10.0  # rates over more time than that say nothing of now
 _KEPT_FRAMES = 4  # for those who watch and have one of them, what has changed since is enough
 _COUNTERS = ("generation_tokens", "prefill_tokens", "loop_steps", "loop_seconds")
@@ -104,7 +105,7 @@ class Dashboard:
         now = time.monotonic()
         if not self._frames or now - self._asked >= INTERVAL_S:
             self._asked = now
-            found = await self._state.llm.get_view()
+            found = await self._state.llm.get_view(_PATIENCE_S)
             if found is None:
                 raise ApiError(503, "the engine has not answered yet", retry_after=1)
             if not self._frames or self._frames[-1].view is not found[1]:

@@ -188,12 +188,7 @@ export class BlockMap {
     }
     paint.globalAlpha = this.selected == null || value === this.selected ? 1 : 0.2;
     if (used < 1) {
-      paint.fillStyle = rest === CACHED ? look.cached : look.free;
-      paint.fillRect(x, y, side, side);
-      if (rest === FREE && side >= 4) {
-        paint.fillStyle = look.card;
-        paint.fillRect(x + 1, y + 1, side - 2, side - 2);
-      }
+      this.drawUnused(look, rest, x, y, side);
     }
     if (used === 0) return;
     const level = Math.max(1, Math.round(side * used));
@@ -211,6 +206,20 @@ export class BlockMap {
       paint.textAlign = "center";
       paint.textBaseline = "middle";
       paint.fillText(String(value - FIRST_LABEL), x + side / 2, y + side / 2 + 1, side - 2);
+    }
+  }
+
+  drawUnused(look, rest, x, y, side) {
+    const paint = this.paint;
+    paint.fillStyle = rest === CACHED ? look.cached : look.free;
+    if (rest === FREE && side < 7) { // a frame would fill it
+      paint.fillRect(x + side / 2 - 1, y + side / 2 - 1, 2, 2);
+      return;
+    }
+    paint.fillRect(x, y, side, side);
+    if (rest === FREE) {
+      paint.fillStyle = look.card;
+      paint.fillRect(x + 1, y + 1, side - 2, side - 2);
     }
   }
 

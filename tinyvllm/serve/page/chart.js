@@ -1,8 +1,8 @@
 // Lines over the last minutes, with their scale and, for those who do not see them, in words.
 
-import { rate } from "./format.js";
+import { ago, rate } from "./format.js";
 
-const SECONDS = 300;
+const SECONDS = 300, LEAST_SECONDS = 60;
 
 // Points of the last minutes: { time, ...values }. A gap between them is no line.
 export class History {
@@ -40,7 +40,8 @@ export class Chart {
     const last = points.at(-1);
     const top = this.top?.(last) ?? roundUp(Math.max(1, ...points.flatMap(
       (point) => this.series.map(({ key }) => point[key] ?? 0))));
-    const x = (time) => width - ((last?.time ?? 0) - time) / SECONDS * width;
+    const span = Math.max(LEAST_SECONDS, last ? last.time - points[0].time : 0);
+    const x = (time) => width - ((last?.time ?? 0) - time) / span * width;
     const y = (value) => 6 + (1 - value / top) * (height - foot - 7);
 
     paint.font = "11px system-ui, sans-serif";
@@ -60,7 +61,7 @@ export class Chart {
     }
     paint.fillStyle = colour("alarm");
     for (const time of this.history.ticks) {
-      if (last && time > last.time - SECONDS) {
+      if (last && time > last.time - span) {
         const at = x(time);
         paint.beginPath();
         paint.moveTo(at - 4, 0);
@@ -72,7 +73,7 @@ export class Chart {
     paint.textAlign = "left";
     for (const share of [0.5, 1]) halo(paint, this.unit(share * top), 2, y(share * top) + 8, colour);
     paint.fillStyle = colour("soft");
-    paint.fillText("5 minutes ago", 2, height - 6);
+    paint.fillText(`${ago(span)} ago`, 2, height - 6);
     paint.textAlign = "right";
     paint.fillText("now", width - 2, height - 6);
     canvas.setAttribute("aria-label", last ? this.say(points) : "No figures yet");

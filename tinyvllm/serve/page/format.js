@@ -11,22 +11,24 @@ export function rate(value) {
   return value < 100 ? value.toFixed(1) : count(value);
 }
 
-export const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const NARROW = "\u202f"; // a space that keeps a number and its unit in one line
+
+export const percent = (share) => `${(100 * share).toFixed(1)}${NARROW}%`;
 
 export function bytes(value) {
   for (const unit of ["B", "KiB", "MiB"]) {
-    if (value < 1024) return `${unit === "B" ? value : value.toFixed(1)} ${unit}`;
+    if (value < 1024) return `${unit === "B" ? value : value.toFixed(1)}${NARROW}${unit}`;
     value /= 1024;
   }
-  return `${value.toFixed(2)} GiB`;
+  return `${value.toFixed(2)}${NARROW}GiB`;
 }
 
 export function duration(seconds) {
   if (seconds == null) return "–";
-  if (seconds >= 100) return `${count(seconds)} s`;
-  if (seconds >= 1) return `${seconds.toFixed(2)} s`;
+  if (seconds >= 100) return `${count(seconds)}${NARROW}s`;
+  if (seconds >= 1) return `${seconds.toFixed(2)}${NARROW}s`;
   const ms = seconds * 1000;
-  return `${ms >= 100 ? ms.toFixed(0) : ms >= 10 ? ms.toFixed(1) : ms.toFixed(2)} ms`;
+  return `${ms >= 100 ? ms.toFixed(0) : ms >= 10 ? ms.toFixed(1) : ms.toFixed(2)}${NARROW}ms`;
 }
 
 export function ago(seconds) {

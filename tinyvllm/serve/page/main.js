@@ -145,7 +145,7 @@ function showFigures(stats, rates, { config, first_token: first, next_token: nex
   figure("generated", rate(rates?.generation_tokens), step);
   const hits = stats.prefix_cache_queries ?
     stats.prefix_cache_hits / stats.prefix_cache_queries : 0;
-  figure("prompts", rate(rates?.prefill_tokens), `computed; ${percent(hits)} were cached`);
+  figure("prompts", rate(rates?.prefill_tokens), `computed; ${percent(hits)} of all found cached`);
   const most = (times) => times.count ?
     `median; p99 ${duration(times.p99)}` : "none in the last minute";
   figure("first", duration(first.p50), most(first));
@@ -199,7 +199,9 @@ function showBlocks(stats, { cells, host_cells: swapped }) {
 
 function showZoom({ deepest, line, last }) {
   setText($("scale"), map.scale().text);
-  setText($("readout"), map.describe());
+  const told = map.describe();
+  $("readout").toggleAttribute("data-some", told !== "");
+  setText($("readout"), told || "Point at a cell, or go to the map and use the arrow keys.");
   $("zoom-out").disabled = map.level === 0;
   $("zoom-fit").disabled = map.level === 0;
   $("zoom-in").disabled = map.level === deepest;

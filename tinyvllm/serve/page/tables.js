@@ -16,12 +16,12 @@ export function setText(node, text) {
 }
 
 const STATES = {
-  decode: "decodes",
-  prefill: "reads its prompt",
-  return: "is copied back",
+  decode: "decoding",
+  prefill: "prefill",
+  return: "coming back",
   swapped: "swapped out",
-  preempted: "to be computed again",
-  waiting: "waits",
+  preempted: "to recompute",
+  waiting: "waiting",
 };
 
 export class RequestTable {
