@@ -8,6 +8,7 @@ import gzip
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +76,18 @@ class _Frame:
 
 
 class Dashboard:
-    """What the page and `tinyvllm top` ask for, at most one look at the engine each interval."""
+    """What the page and `tinyvllm top` ask for, at most one look at the engine each interval.
 
-    def __init__(self, state: ServerState) -> None:
+    `clock` gives seconds.
+    """
+
+    def __init__(self, state: ServerState, clock: Callable[[], float] = time.monotonic) -> None:
         self._state = state
+        self._clock = clock
         self._name = secrets.token_hex(4)
         self._frames: deque[_Frame] = deque(maxlen=_KEPT_FRAMES)
         self._num_frames = 0
-        self._asked = self._came = 0.0  # time.monotonic()
+        self._came = 0.0  # when the newest did
         self._bodies: dict[tuple[str | None, bool, bool], bytes] = {}  # of the newest frame
         self._lock = asyncio.Lock()
 
@@ -102,9 +107,7 @@ class Dashboard:
             return self._bodies[key]
 
     async def _newest(self) -> _Frame:
-        now = time.monotonic()
-        if not self._frames or now - self._asked >= INTERVAL_S:
-            self._asked = now
+        if not self._frames or self._clock() - self._came >= INTERVAL_S:
             found = await self._state.llm.get_view(_PATIENCE_S)
             if found is None:
                 raise ApiError(503, "the engine has not answered yet", retry_after=1)
@@ -113,7 +116,7 @@ class Dashboard:
         return self._frames[-1]
 
     def _add(self, stats: dict[str, float], view: EngineView) -> None:
-        now, rates = time.monotonic(), None
+        now, rates = self._clock(), None
         seconds = now - self._came
         if self._frames and seconds <= _OLDEST_RATES_S:
             before = self._frames[-1].stats
