@@ -130,5 +130,7 @@ def test_a_view_comes_with_the_numbers_of_its_moment_and_only_when_asked_for(cal
     while not any(m.stats for m in messages[messages.index(message) + 1 :]):
         messages += caller.news()
     assert [m for m in messages if m.view] == [message]
+    last = messages[-1].stats
+    assert last["views"] == 2 and 0 < last["view_seconds"] < 1
     caller.send(Abort(0))
     caller.until(0)

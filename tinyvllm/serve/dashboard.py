@@ -28,7 +28,14 @@ INTERVAL_S = 0.9
 _PATIENCE_S = 3.0  # for the step under way to end; after that the last frame must do
 _OLDEST_RATES_S = 10.0  # rates over more time than that say nothing of now
 _KEPT_FRAMES = 4  # for those who watch and have one of them, what has changed since is enough
-_COUNTERS = ("generation_tokens", "prefill_tokens", "loop_steps", "loop_seconds")
+_COUNTERS = (
+    "generation_tokens",
+    "prefill_tokens",
+    "loop_steps",
+    "loop_seconds",
+    "views",
+    "view_seconds",
+)
 
 _PAGE_HEADERS = {
     # The page makes no HTML out of text: the browser refuses it to any script (trusted types).

@@ -19,8 +19,8 @@ export class History {
 
 // series: [{ key, colour, dashed, area }]; later areas are drawn over earlier ones.
 export class Chart {
-  constructor(canvas, history, { series, top, mark, unit, say }) {
-    Object.assign(this, { canvas, history, series, top, mark, unit, say });
+  constructor(canvas, history, { series, top, mark, ticks, unit, say }) {
+    Object.assign(this, { canvas, history, series, top, mark, ticks, unit, say });
     this.paint = canvas.getContext("2d");
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
@@ -60,7 +60,7 @@ export class Chart {
       paint.setLineDash([]);
     }
     paint.fillStyle = colour("alarm");
-    for (const time of this.history.ticks) {
+    for (const time of this.ticks ? this.history.ticks : []) {
       if (last && time > last.time - span) {
         const at = x(time);
         paint.beginPath();

@@ -38,6 +38,7 @@ const charts = [
     ],
     top: (last) => last?.total ?? 1,
     mark: (last) => last?.mark,
+    ticks: true,
     unit: (value) => count(value),
     say: (points) => `Blocks over time. In use: ${inWords(points, "used", "blocks")}.`,
   }),
@@ -125,7 +126,9 @@ function setStatus(state, text) {
 function show({ stats, rates, ...news }) {
   document.title = `${news.model} – tinyvllm`;
   setText($("model"), `${news.model} on ${news.device}`);
-  setText($("about"), `tinyvllm ${news.version}, started ${ago(news.time - news.started)} ago. `);
+  const cost = rates && `Watching costs the engine ${percent(rates.view_seconds)} of its time. `;
+  setText($("about"),
+    `tinyvllm ${news.version}, started ${ago(news.time - news.started)} ago. ${cost ?? ""}`);
   showFigures(stats, rates, news);
   remember(stats, rates, news);
   table.update(news.requests, news.requests_left_out);
@@ -145,7 +148,7 @@ function showFigures(stats, rates, { config, first_token: first, next_token: nex
   figure("generated", rate(rates?.generation_tokens), step);
   const hits = stats.prefix_cache_queries ?
     stats.prefix_cache_hits / stats.prefix_cache_queries : 0;
-  figure("prompts", rate(rates?.prefill_tokens), `computed; ${percent(hits)} of all found cached`);
+  figure("prompts", rate(rates?.prefill_tokens), `computed; ${percent(hits)} of all were cached`);
   const most = (times) => times.count ?
     `median; p99 ${duration(times.p99)}` : "none in the last minute";
   figure("first", duration(first.p50), most(first));
