@@ -166,8 +166,10 @@ def _watch(server: Server, interval: float) -> None:
             picture.draw()
             if keys is None:
                 time.sleep(_LOOK_S)
-            elif select.select([keys], [], [], _LOOK_S)[0] and os.read(keys, 100) in (b"q", b"Q"):
-                return
+            elif select.select([keys], [], [], _LOOK_S)[0]:
+                pressed = os.read(keys, 100)
+                if not pressed or b"q" in pressed.lower():  # the terminal has gone, or enough
+                    return
 
 
 class _Picture:
