@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from serving import ROOT
-from test_top_screen import figures
+from top_figures import figures
 
 from tinyvllm.cli import top
 from tinyvllm.cli.main import main

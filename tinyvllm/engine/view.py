@@ -63,8 +63,11 @@ class Viewer:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        # By arrival: preemptions when it was read, length of its tables, and their blocks.
-        self._tables: dict[int, tuple[int, int, np.ndarray]] = {}
+        # Entries of tables in any order: block and slot. What was read of the tables in each slot:
+        # those of which request (its arrival and preemptions), and their length.
+        self._held = np.empty(0, np.int32)
+        self._slots = np.empty(0, np.int32)
+        self._known: dict[int, tuple[int, int, int]] = {}
 
     def look(self) -> EngineView:
         """All as it is now."""
@@ -82,26 +85,38 @@ class Viewer:
         )
 
     def _cells(self) -> bytes:
-        blocks, running = self._scheduler.blocks, self._scheduler.running
-        cells = blocks.states().astype("<u2")
-        self._tables = {request.arrival: self._read(request) for request in running}
-        tables = [blocks for _, _, blocks in self._tables.values()]
-        if tables:
-            held = np.concatenate(tables)
-            labels = np.array([_label(request) for request in running], cells.dtype)
-            cells[held] = np.repeat(labels, list(map(len, tables)))
-            cells[np.bincount(held, minlength=len(cells)) > 1] = SHARED
+        scheduler = self._scheduler
+        cells = scheduler.blocks.states().astype("<u2")
+        self._read_tables(scheduler.running)
+        labels = np.zeros(scheduler.max_num_seqs, cells.dtype)
+        for request in scheduler.running:
+            labels[request.slot] = _label(request)
+        cells[self._held] = labels[self._slots]
+        cells[np.bincount(self._held, minlength=len(cells)) > 1] = SHARED
         return cells.tobytes()
 
-    def _read(self, request: Request) -> tuple[int, int, np.ndarray]:
-        preemptions, length, known = self._tables.get(request.arrival, (-1, 0, _NONE))
-        if preemptions != request.num_preemptions:
-            length, known = 0, _NONE
-        now = len(request.block_ids[0])
-        if now > length:
-            new = [table[length:now] for table in request.block_ids]
-            known = np.concatenate([known, *(np.array(part, np.int32) for part in new)])
-        return request.num_preemptions, now, known
+    def _read_tables(self, running: list[Request]) -> None:
+        known, self._known = self._known, {}
+        kept = np.zeros(self._scheduler.max_num_seqs, np.bool_)
+        blocks: list[int] = []
+        slots, counts = [], []
+        for request in running:
+            slot, length = request.slot, len(request.block_ids[0])
+            assert slot is not None
+            arrival, preemptions, start = known.get(slot, (-1, 0, 0))
+            kept[slot] = arrival == request.arrival and preemptions == request.num_preemptions
+            if not kept[slot]:
+                start = 0
+            if start < length:
+                for table in request.block_ids:
+                    blocks += table[start:]
+                slots.append(slot)
+                counts.append((length - start) * len(request.block_ids))
+            self._known[slot] = request.arrival, request.num_preemptions, length
+        still = kept[self._slots]
+        new = np.array(blocks, np.int32), np.repeat(np.array(slots, np.int32), counts)
+        self._held = np.concatenate([self._held[still], new[0]])
+        self._slots = np.concatenate([self._slots[still], new[1]])
 
     def _host_cells(self) -> bytes:
         swapper = self._scheduler.swaps.swapper
@@ -112,9 +127,6 @@ class Viewer:
             for table in request.host_block_ids:
                 cells[table] = _label(request)
         return cells.tobytes()
-
-
-_NONE = np.empty(0, np.int32)
 
 
 def _label(request: Request) -> int:
