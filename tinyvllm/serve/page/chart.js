@@ -1,6 +1,6 @@
 // Lines over the last minutes, with their scale and, for those who do not see them, in words.
 
-import { ago, rate } from "./format.js";
+import { rate } from "./format.js";
 
 const SECONDS = 300, LEAST_SECONDS = 60;
 
@@ -73,7 +73,8 @@ export class Chart {
     paint.textAlign = "left";
     for (const share of [0.5, 1]) halo(paint, this.unit(share * top), 2, y(share * top) + 8, colour);
     paint.fillStyle = colour("soft");
-    paint.fillText(`${ago(span)} ago`, 2, height - 6);
+    const unit = span < 120 ? `${Math.round(span)} seconds` : `${(span / 60).toFixed(1)} minutes`;
+    paint.fillText(`${unit} ago`, 2, height - 6);
     paint.textAlign = "right";
     paint.fillText("now", width - 2, height - 6);
     canvas.setAttribute("aria-label", last ? this.say(points) : "No figures yet");
