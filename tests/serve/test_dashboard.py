@@ -182,13 +182,15 @@ def test_while_the_engine_is_busy_the_last_frame_stays(engine, frames):
     first = frames()
     engine.busy = True
     again = frames(first["id"])
+    assert frames(seconds=0.5)["id"] == first["id"] and engine.looks == 2, "one waits for all"
     assert again["id"] == again["base"] == first["id"] and not decoded(again).any()
 
 
 def test_before_the_first_frame_there_is_an_error_to_try_again_after(engine, get):
     engine.busy = True
-    (answer,) = get("/dashboard/data")
-    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    for answer in get(*["/dashboard/data"] * 3):
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert engine.looks == 1
 
 
 def test_the_page_is_open_and_its_data_are_not(engine, get):

@@ -95,6 +95,7 @@ class Dashboard:
         self._frames: deque[_Frame] = deque(maxlen=_KEPT_FRAMES)
         self._num_frames = 0
         self._came = 0.0  # when the newest did
+        self._next = 0.0  # when the engine may be asked again
         self._bodies: dict[tuple[str | None, bool, bool], bytes] = {}  # of the newest frame
         self._lock = asyncio.Lock()
 
@@ -114,12 +115,13 @@ class Dashboard:
             return self._bodies[key]
 
     async def _newest(self) -> _Frame:
-        if not self._frames or self._clock() - self._came >= INTERVAL_S:
+        if self._clock() >= self._next:
             found = await self._state.llm.get_view(_PATIENCE_S)
-            if found is None:
-                raise ApiError(503, "the engine has not answered yet", retry_after=1)
-            if not self._frames or self._frames[-1].view is not found[1]:
+            self._next = self._clock() + INTERVAL_S
+            if found and not (self._frames and self._frames[-1].view is found[1]):
                 self._add(*found)
+        if not self._frames:
+            raise ApiError(503, "the engine has not answered yet", retry_after=1)
         return self._frames[-1]
 
     def _add(self, stats: dict[str, float], view: EngineView) -> None:

@@ -185,6 +185,8 @@ export class BlockMap {
       used = (kinds.one + kinds.shared + kinds.copy) / (stop - start);
       rest = kinds.cached > kinds.free ? CACHED : FREE;
       if (used > 0) [value] = commonest(this.cells, start, stop);
+      const chosen = this.chosen(start, stop);
+      if (chosen > 0) [value, used] = [this.selected, chosen / (stop - start)];
     }
     paint.globalAlpha = this.selected == null || value === this.selected ? 1 : 0.2;
     if (used < 1) {
@@ -207,6 +209,12 @@ export class BlockMap {
       paint.textBaseline = "middle";
       paint.fillText(String(value - FIRST_LABEL), x + side / 2, y + side / 2 + 1, side - 2);
     }
+  }
+
+  // How many of these blocks the selected sequence holds.
+  chosen(start, stop) {
+    if (this.selected == null) return 0;
+    return this.cells.subarray(start, stop).filter((cell) => cell === this.selected).length;
   }
 
   drawUnused(look, rest, x, y, side) {

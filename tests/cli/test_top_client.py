@@ -20,7 +20,7 @@ import pytest
 from serving import ROOT
 from top_figures import figures
 
-from tinyvllm.cli import top
+from tinyvllm.cli import top_client
 from tinyvllm.cli.main import main
 
 
@@ -58,7 +58,7 @@ def answering(answer, port=0):
 
 
 def test_once_is_text_with_rates(capsys, monkeypatch):
-    monkeypatch.setattr(top.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(top_client.time, "sleep", lambda seconds: None)
     answer = lambda n: (200, frame(n, rates=None if n == 1 else figures()["rates"]))  # noqa: E731
     with answering(answer) as server:
         assert main(["top", "--url", server.url + "/", "--api-key", "k", "--once"]) == 0
