@@ -103,8 +103,8 @@ $("key").addEventListener("submit", (event) => {
 function take(news) {
   if (frame?.id === news.id) {
     const stale = performance.now() - cameAt > STALE_MS;
-    if (stale) setStatus("busy", `The engine is in a long step: figures of ${clock(news.time)}`);
-    return;
+    if (!stale) return setStatus("live", "Live");
+    return setStatus("busy", `The engine is in a long step: figures of ${clock(news.time)}`);
   }
   cameAt = performance.now();
   const base = frame && news.base === frame.id ? frame : null;
