@@ -95,8 +95,12 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [arch for arch in archs if arch not in DEVICES]:
         parser.error(f"--arch {unknown[0]}: must be among {', '.join(DEVICES)}")
     start = time.perf_counter()
+    rows: list[Row] = []
     try:
-        rows = [row for arch in archs for row in build(arch, options.jobs)]
+        for arch in archs:  # minutes, with an empty cache
+            new = build(arch, options.jobs)
+            rows += new
+            print(f"{arch}: {len(new)} kernels", file=sys.stderr)
     except (CompileError, InputError) as error:
         print(error, file=sys.stderr)
         return 1

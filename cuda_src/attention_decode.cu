@@ -24,12 +24,17 @@
 //   S^T [token, head] = K Q^T,  O^T [dim, head] += V^T P^T,
 // with K by ldmatrix, V^T by ldmatrix.trans and P^T from S^T, rounded to T, by movmatrix.
 //
-// A row of length 0 is padding: its output is 0, and its slot is not looked at.
+// Loops are not unrolled: in a decode step a kernel's code is read from memory each time, since the
+// weights pass through the caches in between.
+//
+// A row of length 0 is padding: its output is 0, and its slot is not looked at. Meanwhile
+// `ahead_bytes` of weights at `ahead`, which later kernels read, are brought to L2.
 //
 // Bytes: K and V once (again for each further kHeads query heads of a KV head). Bound: memory.
 #include "attention_work.cuh"
 #include "mma.cuh"
 #include "paged_kv.cuh"
+#include "prefetch.cuh"
 #include "rotation.cuh"
 #include "softmax_state.cuh"
 
@@ -49,7 +54,8 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
                             const float* __restrict__ inv_freq, T* y, float* partial_out,
                             SoftmaxState* partial_state, float scale_log2, int num_rows,
                             int q_stride, int y_stride, i64 block_stride, int num_kv_heads,
-                            int group_size, int block_shift, int max_blocks, int max_partitions) {
+                            int group_size, int block_shift, int max_blocks, int max_partitions,
+                            const u8* __restrict__ ahead, int ahead_bytes) {
   constexpr int kChunks = HEAD_DIM / 8;           // 16-byte chunks of a token's key
   constexpr int kCopyRows = kWarpSize / kChunks;  // tokens that a warp copies at once
   constexpr int kTileBytes = kRingBytes / kStages / 2;  // of K, and of V
@@ -69,6 +75,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
   __shared__ bool is_last;
 
   start_next();
+  prefetch_share(ahead, ahead_bytes);
   const float frequency = ROPE ? inv_freq[threadIdx.x % kHalf] : 0.0f;
   wait_for_previous();
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -121,26 +128,27 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
     return PagedKv<T>(kv_cache, block_stride, num_kv_heads, kv_head, block_tables, max_blocks, slot,
                       block_shift, HEAD_DIM);
   };
-  // The copies' place, which runs ahead of the products', and this warp's next tile there.
-  Place ahead = work.first;
-  int ahead_position = ahead.first_token() + warp * kTile;
+  // The place of the copies, which runs ahead of the products', and this warp's next tile there.
+  Place copied = work.first;
+  int copied_position = copied.first_token() + warp * kTile;
   const auto take_tile = [&] {
-    while (ahead.index < work.end && ahead_position >= ahead.end()) {
-      work.advance(ahead);
-      ahead_position = ahead.first_token() + warp * kTile;
+#pragma unroll 1
+    while (copied.index < work.end && copied_position >= copied.end()) {
+      work.advance(copied);
+      copied_position = copied.first_token() + warp * kTile;
     }
     Tile tile;
     tile.position = tile.length = 0;
-    if (ahead.index == work.end) return tile;
-    tile.kv_head = kv_head_of(ahead.head_block);
-    tile.position = ahead_position;
-    tile.length = ahead.length;
-    const PagedKv<T> kv = cache_of(ahead.slot, tile.kv_head);
+    if (copied.index == work.end) return tile;
+    tile.kv_head = kv_head_of(copied.head_block);
+    tile.position = copied_position;
+    tile.length = copied.length;
+    const PagedKv<T> kv = cache_of(copied.slot, tile.kv_head);
 #pragma unroll
     for (int i = 0; i < kTile / 8; i++) {
       tile.block[i] = kv.block(min(tile.position + 8 * i, tile.length - 1));
     }
-    ahead_position += kStride;
+    copied_position += kStride;
     return tile;
   };
   const u32 ring = smem_address(tiles) + warp * kRingBytes;
@@ -198,12 +206,14 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
   int stage = 0;
   int run = min(work.end - here.index, here.parts() - here.part);  // of this row and head block
   int run_left = run;
+#pragma unroll 1
   while (true) {
     // Of this warp's tiles and columns 2 pair and 2 pair + 1; `sum`: of this lane's tokens only.
     float out[kSteps][4] = {};
     SoftmaxState state[2] = {SoftmaxState::empty(), SoftmaxState::empty()};
 
     const int end = here.end();
+#pragma unroll 1
     for (int t = here.first_token() + warp * kTile; t < end; t += kStride) {
       const Tile next_tile = take_tile();
       const u32 k_tile = ring + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
@@ -333,14 +343,13 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
 
     const int heads = num_heads(here.head_block);
     const bool whole = run == here.parts();
-    const auto scratch_place = [&](int part) {
-      const int owner = work.owner(here.index - here.part);
-      return (owner * max_partitions + part) * min(kHeads, group_size) + head;
-    };
+    const int owner = whole ? 0 : work.owner(here.index - here.part);
+    const int head_places = min(kHeads, group_size);
+    const int first_place = owner * max_partitions * head_places + head;
     if (whole) {
       total.merge(merged);
     } else if (head < heads) {
-      const int at = scratch_place(here.part);
+      const int at = first_place + here.part * head_places;
       if (dim == 0) partial_state[at] = merged.state;
 #pragma unroll
       for (int v = 0; v < kVecs; v++) {
@@ -355,7 +364,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
       __threadfence();  // this block's states before its count,
       __syncthreads();
       if (threadIdx.x == 0) {
-        u32* const done = &partitions_done[work.owner(here.index - here.part)];
+        u32* const done = &partitions_done[owner];
         is_last = atomicAdd(done, run) + run == here.parts();
         if (is_last) *done = 0;  // ready for the next launch
       }
@@ -365,11 +374,12 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
       if (!whole) {
         __threadfence();  // and the count before the other blocks' states
         constexpr int kBatch = 16 / kVecs;  // loads in flight
+#pragma unroll 1
         for (int part = 0; part < here.parts(); part += kBatch) {
           Partial<kVecs> batch[kBatch];
 #pragma unroll
           for (int i = 0; i < kBatch; i++) {
-            const int from = scratch_place(min(part + i, here.parts() - 1));
+            const int from = first_place + min(part + i, here.parts() - 1) * head_places;
             batch[i].state = partial_state[from];
 #pragma unroll
             for (int v = 0; v < kVecs; v++) {

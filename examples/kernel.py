@@ -1,4 +1,4 @@
-"""Compile, launch and check one kernel with the driver layer alone: python examples/kernel.py"""
+"""Compiles, launches and checks one kernel with the driver layer alone."""
 
 from pathlib import Path
 

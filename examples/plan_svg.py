@@ -1,4 +1,7 @@
-"""Draw where the buffers of a step lie, with no GPU: python examples/plan_svg.py prefill.svg"""
+"""Draws where the buffers of a step lie, with no GPU.
+
+python examples/plan_svg.py prefill.svg
+"""
 
 import argparse
 from pathlib import Path

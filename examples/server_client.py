@@ -53,5 +53,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except openai.APIConnectionError as error:
+        sys.exit(f"{error.request.url}: {error} Is `tinyvllm serve` running there?")
     except openai.APIError as error:
         sys.exit(f"{error}")

@@ -1,4 +1,6 @@
-"""Trace a short generation and count what happened: python examples/trace_calls.py
+"""Traces a short generation and counts what happened.
+
+python examples/trace_calls.py
 
 On a GPU it counts the CUDA calls of each phase; on the CPU, which has none, the ops.
 """

@@ -7,7 +7,13 @@ from tinyvllm.util import InputError
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("scheduling_policy", "lifo", "must be one of fcfs, priority, shortest"),
+        (
+            "scheduling_policy",
+            "lifo",
+            "must be one of fcfs, priority, shortest, or module:function",
+        ),
+        ("scheduling_policy", ".module:function", "must be one of"),
+        ("scheduling_policy", 1, "must be text"),
         ("preemption_threshold", "0.5", "must be a number"),
         ("preemption_threshold", True, "must be a number"),
         ("preemption_threshold", 0.05, "must be above 0.05 and at most 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -45,7 +46,10 @@ class EngineConfig:
         0, "most tokens of one prompt in a step in which others decode (0: no limit)"
     )
     block_size: int = option(16, "tokens in one KV block", BLOCK_SIZES)
-    scheduling_policy: str = option("fcfs", "which waiting request is next", SCHEDULING_POLICIES)
+    scheduling_policy: str = option(
+        "fcfs",
+        f"which waiting request is next: {', '.join(SCHEDULING_POLICIES)} or module:function",
+    )
     preemption_threshold: float = option(0.85, "share of KV blocks in use above which none starts")
     preemption_mode: str = option(
         "auto", "what becomes of the blocks of a preempted sequence", PREEMPTION_MODES
@@ -87,9 +91,16 @@ class EngineConfig:
             if choices and not any(type(value) is type(c) and value == c for c in choices):
                 allowed = ", ".join(map(str, choices))
                 raise InputError(f"{f.name}={value!r}: must be one of {allowed}")
-        for name in ("model", "device"):
+        for name in ("model", "device", "scheduling_policy"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(f"{name}={getattr(self, name)!r}: must be text")
+        named = self.scheduling_policy in SCHEDULING_POLICIES
+        if not named and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.scheduling_policy):
+            known = ", ".join(SCHEDULING_POLICIES)
+            raise InputError(
+                f"scheduling_policy={self.scheduling_policy!r}: must be one of {known}, or "
+                "module:function"
+            )
         check_int("max_num_seqs", self.max_num_seqs, 1, 4096)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 1 << 20)

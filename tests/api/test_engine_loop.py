@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tinyvllm.api.engine_loop import EngineLoop
-from tinyvllm.api.wire import Abort, Add, AskStats, Channel
+from tinyvllm.api.wire import Abort, Add, AskStats, AskView, Channel
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.sampling_params import SamplingParams
@@ -110,5 +110,27 @@ def test_numbers_come_when_asked_for(caller):
     (stats,) = [m.stats for m in messages if m.stats]
     assert stats["num_requests_running"] == 1 and stats["kv_blocks_used"] > 0
     assert stats["loop_steps"] > 0 and stats["loop_seconds"] > 0
+    caller.send(Abort(0))
+    caller.until(0)
+
+
+def test_a_view_comes_with_the_numbers_of_its_moment_and_only_when_asked_for(caller):
+    caller.send(AskView(), AskStats())
+    (idle,) = caller.news()
+    assert idle.view.requests == [] and set(idle.view.cells) == {0} and idle.stats
+    caller.send(Add(0, "r", [5, 6], LONG, 0, True))
+    messages = caller.news()
+    caller.send(AskView())
+    while not messages[-1].view:
+        messages += caller.news()
+    (message,) = [m for m in messages if m.view or m.stats]
+    (request,) = message.view.requests
+    assert request.request_id == "r" and request.blocks == message.stats["kv_blocks_used"]
+    caller.send(AskStats())
+    while not any(m.stats for m in messages[messages.index(message) + 1 :]):
+        messages += caller.news()
+    assert [m for m in messages if m.view] == [message]
+    last = messages[-1].stats
+    assert last["views"] == 2 and 0 < last["view_seconds"] < 1
     caller.send(Abort(0))
     caller.until(0)

@@ -10,15 +10,16 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 import test_rope_attention as layer
 from harness import pack, run_numpy
+from test_norm_matmul import normed_product, random_arrays
 
 from tinyvllm.bench import kernel
 from tinyvllm.bench.synthetic import decode_dims
 from tinyvllm.cli.main import main
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.devices import DEVICES
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
-from tinyvllm.ops.lower import lower
+from tinyvllm.model.programs import step_program
+from tinyvllm.ops.lower import RULES, fuse_norm, fuse_silu_mul, lower
 from tinyvllm.ops.program import Weight
 from tinyvllm.util import DType, InputError
 
@@ -37,7 +38,14 @@ def test_ops_of_a_kernel():
     assert (use.label, use.count, len(use.launches)) == ("rope_attention", 3, 1)
     (use,) = uses_of("attention_decode.cu", "prefill")
     assert use.label == "attention"
-    assert {u.label: u.count for u in uses_of("rms_norm")} == {"rms_norm": 7}
+    assert {u.label: u.count for u in uses_of("rms_norm", "prefill")} == {"rms_norm": 7}
+    assert {u.label: u.count for u in uses_of("matmul_few_rows")} == {
+        "norm_matmul q_proj+": 3,
+        "matmul_add o_proj": 3,
+        "norm_matmul_silu_mul gate_proj+": 3,
+        "matmul_add down_proj": 3,
+        "norm_matmul embed_tokens": 1,
+    }
     assert uses_of("no such kernel") == []
 
 
@@ -75,6 +83,19 @@ def test_errors_of_an_op_against_its_reference(wrong, ok):
     assert {e.output: e.ok for e in errors} == {"y": ok, "kv_cache": True}
 
 
+def test_errors_of_a_product_with_a_norm(monkeypatch):
+    monkeypatch.setitem(RULES, "test", [fuse_silu_mul, fuse_norm])
+    plain = normed_product(24, 40, silu=True)
+    program, arrays = lower(plain, "test"), random_arrays(plain, 5)
+    (op,) = program.ops
+    weight = program.weights[op.operands["weight"]]
+    before = arrays | {weight.name: pack(weight, arrays)}
+    for wrong in (0.0, 0.5):
+        after = {"y": run_numpy(plain, {"T": 5}, arrays)["y"] + wrong}
+        (error,) = kernel.reference_errors(program, op, {"T": 5}, before, after, DType.BF16)
+        assert error.ok == (wrong == 0)
+
+
 def test_resources_are_shown_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(kernel, "cuda_unavailable", lambda: "no GPU here")
     assert main(["kernel", "gather_rows"]) == 0
@@ -98,7 +119,9 @@ def test_another_source_is_compiled_in_its_place(capsys, monkeypatch, tmp_path):
 
 def test_a_kernel_that_no_step_has(capsys):
     assert main(["kernel", "sing"]) == 1
-    assert "sing: no kernel of a decode.plain step" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "sing: no kernel of a decode.plain step" in message
+    assert "it has advance_rows_kernel," in message and "matmul_few_rows_kernel" in message
 
 
 def test_machine_code_needs_the_toolkit(monkeypatch):
@@ -109,7 +132,7 @@ def test_machine_code_needs_the_toolkit(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "batch"), [("attention_decode", "9"), ("rms_norm", "2"), ("matmul", "1")]
+    ("name", "batch"), [("attention_decode", "9"), ("rms_norm", "9"), ("matmul", "1")]
 )
 def test_kernels_are_right_and_timed(capsys, device, name, batch):
     assert main(["kernel", name, "--batch", batch]) == 0

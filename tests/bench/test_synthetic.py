@@ -7,8 +7,9 @@ import pytest
 
 from tinyvllm.bench.synthetic import SyntheticSteps
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver import kernel
+from tinyvllm.driver.kernel import KernelLoader
 from tinyvllm.driver.memory import copy_to_host
+from tinyvllm.engine import cuda_backend
 from tinyvllm.engine.backend import open_backend
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.util import InputError
@@ -24,11 +25,12 @@ CONFIG = EngineConfig(
 )
 
 
-class InTurn(kernel.PreparedLaunch):
-    """Starts only when the launch before it has ended."""
+class InTurn(KernelLoader):
+    """Each launch starts only when the one before it has ended."""
 
-    def __init__(self, launch, loaded, pdl):
-        super().__init__(launch, loaded, False)
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pdl = False
 
 
 def open_steps():
@@ -67,7 +69,7 @@ def after_random_steps(count):
 @pytest.mark.gpu
 def test_early_starts_change_nothing_in_a_thousand_random_steps(device, monkeypatch):
     early = after_random_steps(1000)
-    monkeypatch.setattr(kernel, "PreparedLaunch", InTurn)
+    monkeypatch.setattr(cuda_backend, "KernelLoader", InTurn)
     in_turn = after_random_steps(1000)
     for have, want in zip(early, in_turn, strict=True):
         np.testing.assert_array_equal(have, want)

@@ -1,5 +1,6 @@
 """`tinyvllm chat` over pipes: turns, commands, Ctrl-C, errors."""
 
+import importlib.util
 import io
 import json
 import os
@@ -95,3 +96,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model):
         rest, err = process.communicate(timeout=60)
     assert process.returncode == 0 and b"Traceback" not in err
     assert len(first) < 5000 and rest == b""
+
+
+def test_without_jinja_no_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["chat", "no/such/model"]) == 1
+    assert "pip install jinja2" in capsys.readouterr().err

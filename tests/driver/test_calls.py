@@ -1,4 +1,3 @@
-import enum
 import re
 import subprocess
 import sys
@@ -9,29 +8,12 @@ import pytest
 from tinyvllm.driver import calls
 from tinyvllm.driver.calls import CudaError, call, plain, succeeds
 
-
-class Status(enum.IntEnum):
-    SUCCESS = 0
-    NOT_READY = 600
+pytestmark = pytest.mark.usefixtures("few_functions")
 
 
 class Handle:
     def __int__(self):
         return 4096
-
-
-@pytest.fixture(autouse=True)
-def table(monkeypatch):
-    """A few functions in place of the driver's."""
-    functions = {
-        "cuNothing": lambda: (Status.SUCCESS,),
-        "cuOne": lambda x: (Status.SUCCESS, x + 1),
-        "cuTwo": lambda: (Status.SUCCESS, 3, 4),
-        "cuBusy": lambda handle: (Status.NOT_READY, None),
-        "cuGetErrorName": lambda status: (Status.SUCCESS, status.name.encode()),
-        "cuGetErrorString": lambda status: (Status.SUCCESS, b"the device is busy"),
-    }
-    monkeypatch.setattr(calls, "_functions", calls._Functions(functions))
 
 
 def test_results_come_bare():
@@ -55,8 +37,8 @@ def test_expected_status_is_an_answer():
         succeeds("cuBusy", Handle(), unless="OTHER")
 
 
-def test_plain_values():
-    assert plain(Status.NOT_READY) == "NOT_READY"
+def test_plain_values(few_functions):
+    assert plain(few_functions.NOT_READY) == "NOT_READY"
     assert plain(b"x" * 100) == "<100 bytes>"
     assert plain([b"ab", Handle(), None, 2.5]) == ("ab", 4096, None, 2.5)
 

@@ -1,6 +1,5 @@
 """Calls as they are recorded: names, plain arguments, phases, threads."""
 
-import enum
 import threading
 
 import pytest
@@ -9,24 +8,7 @@ from tinyvllm.driver import calls
 from tinyvllm.driver.calls import CudaError, call, phase
 from tinyvllm.driver.recorder import recording, unrecorded
 
-
-class Status(enum.IntEnum):
-    SUCCESS = 0
-    NOT_READY = 600
-
-
-@pytest.fixture(autouse=True)
-def table(monkeypatch):
-    """A few functions in place of the driver's."""
-    functions = {
-        "cuNothing": lambda: (Status.SUCCESS,),
-        "cuOne": lambda x: (Status.SUCCESS, x + 1),
-        "cuTwo": lambda: (Status.SUCCESS, 3, 4),
-        "cuBusy": lambda hEvent: (Status.NOT_READY, None),
-        "cuGetErrorName": lambda status: (Status.SUCCESS, status.name.encode()),
-        "cuGetErrorString": lambda status: (Status.SUCCESS, b"the device is busy"),
-    }
-    monkeypatch.setattr(calls, "_functions", calls._Functions(functions))
+pytestmark = pytest.mark.usefixtures("few_functions")
 
 
 def test_calls_are_kept_with_phase_and_thread():

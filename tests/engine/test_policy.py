@@ -3,9 +3,10 @@ import itertools
 import pytest
 
 from tinyvllm.config import SCHEDULING_POLICIES
-from tinyvllm.engine.policy import AGEING, POLICIES, shortest
+from tinyvllm.engine.policy import AGEING, POLICIES, order_of, shortest
 from tinyvllm.engine.request import Request
 from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.util import InputError
 
 
 def make_request(arrival, step, length=1, priority=0):
@@ -42,3 +43,22 @@ def test_order_is_that_of_the_length_less_the_age_at_any_time():
         for a, b in itertools.combinations(requests, 2):
             ranks = [r.num_tokens - AGEING * (now - r.arrival_step) for r in (a, b)]
             assert (shortest(a) < shortest(b)) == (ranks[0] <= ranks[1])
+
+
+def test_names_stand_for_orders_and_functions_elsewhere_are_imported():
+    assert order_of("shortest") is shortest
+    assert order_of("tinyvllm.engine.policy:shortest") is shortest
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("no_such_module:order", "No module named 'no_such_module'; is its folder on PYTHONPATH?"),
+        ("tinyvllm.engine.policy:nothing", "tinyvllm.engine.policy has no function nothing"),
+        ("tinyvllm.engine.policy:AGEING", "tinyvllm.engine.policy has no function AGEING"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(policy, message):
+    with pytest.raises(InputError) as error:
+        order_of(policy)
+    assert str(error.value) == f"scheduling_policy={policy!r}: {message}"

@@ -16,3 +16,4 @@ def test_a_server_is_asked_with_the_official_client(golden, tmp_path):
     assert "mean log-probability -" in result.stderr
     refused = run_example("server_client", "ab", "--base-url", server.url + "/v1")
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert f"{server.url}/v1/models" in refused.stderr and "`tinyvllm serve`" in refused.stderr

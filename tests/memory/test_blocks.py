@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from tinyvllm.memory.blocks import BlockManager
+from tinyvllm.memory.blocks import CACHED, FREE, IN_USE, BlockManager
 from tinyvllm.util import InputError
 
 
@@ -71,6 +71,10 @@ def test_random_operations_match_naive_model(seed):
             counts.get(b, 0) for b in range(num_blocks)
         ]
         assert {b for b in range(num_blocks) if manager.is_kept(b)} == kept
+        assert manager.states().tolist() == [
+            IN_USE if b in counts and b not in cached else CACHED if b in cached else FREE
+            for b in range(num_blocks)
+        ]
         manager.check_integrity()
     for blocks in users:
         manager.free(blocks)
@@ -113,8 +117,8 @@ def test_misuse_is_caught():
             r"2 free \+ 1 cached \+ 1 in use = 4 blocks, but the cache has 5",
         ),
         (lambda m: m._counts.__setitem__(0, -1), r"negative reference counts: \{0: -1\}"),
-        (lambda m: m._kept.add(3), r"kept but free: \{3\}"),
-        (lambda m: m._kept.clear(), r"cached but not kept: \{1\}"),
+        (lambda m: m._kept.__setitem__(3, 1), r"kept but free: \{3\}"),
+        (lambda m: m._kept.__setitem__(1, 0), r"cached but not kept: \{1\}"),
         (lambda m: m._counts.__setitem__(3, 2), r"free or cached blocks with users .*\{3: 2\}"),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.memory.plan import ALIGNMENT, Lifetime, plan_buffers
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import step_program
 from tinyvllm.ops.executor import plan_program
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.program import OUTPUT, TEMP, concrete

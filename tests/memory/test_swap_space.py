@@ -34,6 +34,7 @@ def test_random_sequences_match_a_naive_model(seed):
             users.subtract(blocks)
             users = +users
         assert (space.num_used, space.num_references) == (len(users), sum(users.values()))
+        assert {i for i, used in enumerate(space.in_use()) if used} == users.keys()
         space.check_integrity()
 
 

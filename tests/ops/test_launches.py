@@ -15,8 +15,8 @@ from tinyvllm.driver.repeated import RepeatedLaunch, moved
 from tinyvllm.driver.spec import Kernel, TensorMap
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.memory.pool import DevicePool
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import step_program
 from tinyvllm.model.weights import packed_weights, place_weights
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.launches import SizesRead, alike

@@ -7,7 +7,7 @@ import pytest
 
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
-from tinyvllm.ops import matmul_choice, matmul_tiles
+from tinyvllm.ops import matmul_tiles
 from tinyvllm.ops.matmul_choice import (
     MATMUL,
     MATMUL_FEW_ROWS,
@@ -15,7 +15,17 @@ from tinyvllm.ops.matmul_choice import (
     MATMUL_WIDE,
     choose,
 )
-from tinyvllm.ops.matmul_tiles import HOPPER_FEW, HOPPER_US, SPLIT_TILES, TILES, WIDE_TILES
+from tinyvllm.ops.matmul_tiles import (
+    FEW_ROWS,
+    FEW_ROWS_COLS,
+    FEW_ROWS_MAX,
+    FEW_ROWS_STEP,
+    HOPPER_FEW,
+    HOPPER_US,
+    SPLIT_TILES,
+    TILES,
+    WIDE_TILES,
+)
 
 H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30, "hopper")
 PORTABLE = replace(H200, kernel_path="portable")
@@ -31,7 +41,7 @@ ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024, 8192]
 def tile_of(choice):
     """Rows of x and columns that a block of this choice computes."""
     if choice.kernel is MATMUL_FEW_ROWS:
-        return choice.template[0], matmul_choice.FEW_ROWS_COLS
+        return FEW_ROWS_MAX, FEW_ROWS_COLS
     if choice.kernel is MATMUL_HOPPER:
         *tile, split = choice.template
         tile = matmul_tiles.HopperTile(*tile)
@@ -74,6 +84,7 @@ def test_split_only_in_clusters_that_all_run_at_once(device):
     "M, N, K, tile, split",
     [
         (3, 2048, 8192, (16, 64), 5),
+        (8, 3072, 2048, (16, 64), 4),
         (8, 16384, 2048, (16, 64), 1),
         (16, 3072, 2048, (16, 64), 4),
         (32, 2048, 2048, (32, 64), 4),
@@ -137,20 +148,28 @@ def test_tiles_without_clusters_fill_the_card(M, N, rows, cols):
     assert tile_of(choose(M, N, 2048, replace(A100, num_sms=132))) == (rows, cols)
 
 
-def test_few_rows_kernel_where_it_was_measured_to_win():
-    few = {
-        (name, M, N): choose(M, N, 2048, device).kernel is MATMUL_FEW_ROWS
-        for name, device in (("hopper", H200), ("portable", PORTABLE), ("a100", A100))
-        for M in (1, 2, 3, 8, 9, 17)
-        for N in (2048, 16384, 128256)
-    }
-    for name in ("hopper", "portable"):
-        assert [M for M in (1, 2, 3, 8, 9, 17) if few[name, M, 2048]] == [1, 2, 3, 8]
-        for N in (16384, 128256):
-            assert [M for M in (1, 2, 3, 8, 9, 17) if few[name, M, N]] == [1, 2]
-    # Without clusters at 9 to 16 rows too, where its blocks are all on the SMs at once.
-    assert [few["a100", M, 16384] for M in (1, 8, 9)] == [True, True, False]
-    assert choose(16, 1536, 2048, A100).kernel is MATMUL_FEW_ROWS
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.name}-{d.kernel_path}")
+def test_few_rows_kernel_for_one_and_two_rows(device):
+    for N, K in SHAPES:
+        rows = [M for M in ROWS if choose(M, N, K, device).kernel is MATMUL_FEW_ROWS]
+        assert rows == [1, 2]
+    deep = 1 << 18  # no room for x
+    assert choose(1, 2048, deep, device).kernel is not MATMUL_FEW_ROWS
+
+
+@pytest.mark.parametrize(
+    "N, K, warps, ring",
+    [
+        (3072, 2048, 8, 6),
+        (2048, 2048, 8, 16),
+        (16384, 2048, 4, 8),
+        (2048, 8192, 8, 16),
+        (128256, 2048, 4, 8),
+    ],
+)
+def test_few_rows_choices_are_those_that_were_measured_to_win(N, K, warps, ring):
+    for M in (1, 2):
+        assert choose(M, N, K, H200).template == (warps, ring)
 
 
 @pytest.mark.parametrize("tile", {*TILES, *SPLIT_TILES})
@@ -178,27 +197,18 @@ def test_two_blocks_for_few_rows_fit_on_an_sm():
     assert choose(64, 128256, 2048, H200).blocks == 2 * H200.num_sms
 
 
-def test_few_rows_shared_memory_fits_at_any_depth():
-    partial = matmul_choice.FEW_ROWS_WARPS * 16 * 20 * 4
-    for K in (8, 40, 576, 2048, 8192, 65536):
-        assert 1 <= matmul_choice.few_rows_warps(K) <= matmul_choice.FEW_ROWS_WARPS
-        choice = choose(1, 16, K, A100)
-        assert choice.smem + partial <= 99 << 10
-        assert choice.threads == 32 * matmul_choice.few_rows_warps(K)
-
-
 def test_constants_agree_with_the_kernels():
     def constant(file, name):
         text = (cuda_src_dir() / file).read_text()
         return re.search(rf"constexpr int {name} = ([^;]+);", text)[1]
 
     few = "matmul_few_rows.cu"
-    assert int(constant(few, "kTileCols")) == matmul_choice.FEW_ROWS_COLS
-    assert int(constant(few, "kStepK")) == matmul_choice.FEW_ROWS_STEP
-    assert int(constant(few, "kRing")) == matmul_choice.FEW_ROWS_RING
-    assert int(constant(few, "kMaxWarps")) == matmul_choice.FEW_ROWS_WARPS
-    assert constant(few, "kStepBytes") == "2 * 16 * kWarpSize"
-    assert matmul_choice.FEW_ROWS_STEP_BYTES == 2 * 16 * 32
+    assert int(constant(few, "kTileCols")) == FEW_ROWS_COLS
+    assert int(constant(few, "kStepK")) == FEW_ROWS_STEP
+    assert int(constant(few, "kMaxRows")) == FEW_ROWS_MAX
+    assert constant(few, "kStepBytes") == "2 * 16 * kWarpSize"  # 1 KiB
+    for one in FEW_ROWS:
+        assert one.blocks_per_sm == int(constant(few, "kRingsPerSm")) // (one.warps * one.ring)
     assert int(constant("include/matmul_tile.cuh", "kTileK")) == matmul_tiles.TILE_K
     most = max(t.max_split for t in (*TILES, *WIDE_TILES, *HOPPER_US))
     assert int(constant("include/cluster.cuh", "kMaxCluster")) >= most

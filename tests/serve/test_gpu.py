@@ -1,5 +1,6 @@
 """The server with its engine on a GPU."""
 
+import base64
 import json
 import os
 import signal
@@ -24,6 +25,11 @@ def test_streamed_is_not_streamed_and_the_engine_ends_with_the_server():
         _, _, events = server.request("/v1/completions", BODY | {"stream": True})
         assert text_of(events) == whole["choices"][0]["text"]
         assert server.metric("tinyvllm:kv_blocks_used") == 0
+        status, frame = server.json("/dashboard/data")
+        stats, cells = frame["stats"], base64.b64decode(frame["cells"])
+        assert status == 200 and len(cells) == 2 * stats["kv_blocks_total"]
+        assert cells.count(1) == stats["kv_blocks_cached"] and set(cells) == {0, 1}
+        assert stats["pool_used"] <= stats["pool_reserved"] <= stats["pool_budget"]
         server.process.send_signal(signal.SIGTERM)
         status, log = server.wait()
         assert status == 0 and "Traceback" not in log

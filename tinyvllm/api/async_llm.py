@@ -12,9 +12,21 @@ from typing import Any
 
 from tinyvllm.api.engine_process import EngineProcess
 from tinyvllm.api.request_stream import RequestStream
-from tinyvllm.api.wire import LENGTH, Abort, AskStats, Command, Failed, Found, News, Ready, frame
+from tinyvllm.api.wire import (
+    LENGTH,
+    Abort,
+    AskStats,
+    AskView,
+    Command,
+    Failed,
+    Found,
+    News,
+    Ready,
+    frame,
+)
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.prompt import tokenize
+from tinyvllm.engine.view import EngineView
 from tinyvllm.model.hub import LocalModel, resolve_model
 from tinyvllm.model.tokenizer import LONG_TEXT, Tokenizer
 from tinyvllm.outputs import RequestOutput
@@ -49,6 +61,8 @@ class AsyncLLM:
         self.config = process.config
         self._stats: dict[str, float] = {}
         self._stats_came = asyncio.Event()
+        self._view: tuple[dict[str, float], EngineView] | None = None
+        self._view_came = asyncio.Event()
         self._process = process
         self._numbers = itertools.count()
         self._requests: dict[int, RequestStream] = {}
@@ -130,12 +144,23 @@ class AsyncLLM:
 
         Where that takes longer than so many seconds, or the engine has ended, the last ones known.
         """
-        if self.is_running and self._reading is not None:
-            self._stats_came.clear()
-            self._send(AskStats())
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stats_came.wait(), seconds)
+        await self._ask(AskStats(), self._stats_came, seconds)
         return self._stats
+
+    async def get_view(self, seconds: float = 1.0) -> tuple[dict[str, float], EngineView] | None:
+        """The numbers, and what blocks and requests look like, of one moment; else as above.
+
+        None before the first ones have come.
+        """
+        await self._ask(AskView(), self._view_came, seconds)
+        return self._view
+
+    async def _ask(self, command: Command, came: asyncio.Event, seconds: float) -> None:
+        if self.is_running and self._reading is not None:
+            came.clear()
+            self._send(command)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(came.wait(), seconds)
 
     @property
     def is_running(self) -> bool:
@@ -259,6 +284,9 @@ class AsyncLLM:
         if news.stats is not None:
             self._stats = news.stats
             self._stats_came.set()
+            if news.view is not None:
+                self._view = news.stats, news.view
+                self._view_came.set()
 
     def _end_all(self, error: EngineDeadError) -> None:
         if self._died.is_set():

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from tinyvllm.api.wire import (
     Abort,
     AskStats,
+    AskView,
     Channel,
     Command,
     Failed,
@@ -102,9 +103,11 @@ class EngineLoop:
         # their `Head` is sent.
         self._waiting: dict[int, tuple[Request, float]] = {}
         self._waited: dict[int, float | None] = {}
-        self._asked = False  # for stats
+        self._asked: set[type] = set()  # AskStats, AskView: what the next message shall have
         self._num_steps = 0
         self._step_seconds = 0.0
+        self._num_views = 0
+        self._view_seconds = 0.0  # what `AskView` cost, up to the end of its message
 
     def run(self) -> None:
         """Never returns: EOFError or BrokenPipeError when the caller has gone."""
@@ -114,7 +117,7 @@ class EngineLoop:
         gc.freeze()
         step_end: float | None = None
         while True:
-            news = News([], [], [], None)
+            news = News([], [], [], None, None)
             for commands in self._channel.receive(wait=step_end is None):
                 for command in commands:
                     self._obey(command, news)
@@ -133,15 +136,23 @@ class EngineLoop:
                 step_end = now
             if not self._engine.has_unfinished_requests():
                 step_end = None
-            if self._asked:
-                self._asked = False
-                news = news._replace(stats=self._stats())
-            if news.heads or news.rows or news.refused or news.stats:
+            if AskView in self._asked:
+                self._send_view(news)
+            elif self._asked:
+                self._channel.send(news._replace(stats=self._stats()))
+            elif news.heads or news.rows or news.refused:
                 self._channel.send(news)
+            self._asked.clear()
+
+    def _send_view(self, news: News) -> None:
+        begin = time.perf_counter()
+        self._channel.send(news._replace(stats=self._stats(), view=self._engine.view()))
+        self._num_views += 1
+        self._view_seconds += time.perf_counter() - begin
 
     def _obey(self, command: Command, news: News) -> None:
-        if isinstance(command, AskStats):
-            self._asked = True
+        if isinstance(command, (AskStats, AskView)):
+            self._asked.add(type(command))
             return
         if isinstance(command, Abort):
             request_id = self._ids.get(command.number)
@@ -194,8 +205,13 @@ class EngineLoop:
             self._waiting.pop(number, None)
 
     def _stats(self) -> dict[str, float]:
-        steps = {"loop_steps": self._num_steps, "loop_seconds": self._step_seconds}
-        return {**snapshot(self._engine), **steps}
+        return {
+            **snapshot(self._engine),
+            "loop_steps": self._num_steps,
+            "loop_seconds": self._step_seconds,
+            "views": self._num_views,
+            "view_seconds": self._view_seconds,
+        }
 
 
 def snapshot(engine: LLMEngine) -> dict[str, float]:

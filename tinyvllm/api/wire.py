@@ -1,9 +1,8 @@
 """What a caller's process and its engine's process say to each other: pickles, length first.
 
 Both ends are ours and joined by a socket pair that nobody else can reach, so pickles are safe.
-The caller sends the engine's options, then lists of `Add`, `Abort` and `AskStats`. The engine
-answers with `Found`, then `Ready` or `Failed`, then one `News` a step. Either end leaves by closing
-its socket.
+The caller sends the engine's options, then lists of `Command`. The engine answers with `Found`,
+then `Ready` or `Failed`, then one `News` a step. Either end leaves by closing its socket.
 """
 
 from __future__ import annotations
@@ -13,10 +12,13 @@ import pickle
 import select
 import socket
 import struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyvllm.outputs import TokenLogprobs
 from tinyvllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # loaded before the engine's process is started, which should not wait
+    from tinyvllm.engine.view import EngineView
 
 LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
@@ -41,6 +43,10 @@ class Abort(NamedTuple):
 
 class AskStats(NamedTuple):
     """The next `News`, which comes at the end of the step under way, shall have `stats`."""
+
+
+class AskView(NamedTuple):
+    """It shall have `stats` and `view`."""
 
 
 class Found(NamedTuple):
@@ -91,20 +97,21 @@ class Head(NamedTuple):
     queue_seconds: float | None = None
 
 
-Command = Add | Abort | AskStats
+Command = Add | Abort | AskStats | AskView
 
 
 class News(NamedTuple):
     """What one step brought, for all requests.
 
     refused: requests that were not begun, and why. stats: the engine's numbers (see
-    `engine_loop.snapshot`), for `AskStats`.
+    `engine_loop.snapshot`), for `AskStats` and `AskView`; view: for the latter.
     """
 
     heads: list[Head]
     rows: list[Row]
     refused: list[tuple[int, str]]
     stats: dict[str, float] | None
+    view: EngineView | None
 
 
 def frame(message: object) -> bytes:

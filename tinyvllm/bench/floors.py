@@ -8,7 +8,7 @@ from tinyvllm.driver.device import Device, Event, Stream
 from tinyvllm.driver.memory import copy_device
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.model.config import ModelConfig
-from tinyvllm.model.llama import step_program
+from tinyvllm.model.programs import step_program
 from tinyvllm.ops.executor import described
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.registry import op_def

@@ -103,9 +103,15 @@ def show_kernel(
     assert config.max_model_len is not None and config.num_gpu_blocks_override is not None
     limits = engine_limits(config, config.max_model_len, config.num_gpu_blocks_override)
     act = model_dtype(config, model.config)
-    uses = find_uses(program, {**limits, **sizes}, act, DEVICES[arch], name)
+    dims, info = {**limits, **sizes}, DEVICES[arch]
+    uses = find_uses(program, dims, act, info, name)
     if not uses:
-        raise InputError(f"{name}: no kernel of a {program.name} step has this in its name or file")
+        launched = [one for use in find_uses(program, dims, act, info, "") for one in use.launches]
+        names = ", ".join(sorted({one.spec.kernel.entry for one in launched}))
+        raise InputError(
+            f"{name}: no kernel of a {program.name} step has this in its name or file; it has "
+            f"{names} (other steps: --phase, --sampler, --batch, --model)"
+        )
     change = _changed(source)
     specs = {change(one).spec: one.smem for use in uses for one in use.launches}
     for spec, compiled in compile_all(specs, arch).items():
@@ -173,8 +179,8 @@ def reference_errors(
     for operand in ("weight", "bias"):
         if (packed := op.operands.get(operand)) in alone.weights and op.parts:
             widths = {b.name: b.shape[-1] for b in (*program.buffers.values(), *op.local)}
-            parts = [part for part in op.parts if operand in part.operands]
-            heights = [int(widths[part.operands["y"]]) for part in parts]
+            products = [part for part in op.parts if part.kind == "matmul"]
+            heights = [int(widths[part.operands["y"]]) for part in products]
             weights |= unpacked(alone.weights[packed], before[packed], heights)
     inputs = {b.name: before[b.name] for b in alone.of_kind(INPUT)}
     outputs = tuple(b.name for b in alone.of_kind(OUTPUT))

@@ -205,7 +205,7 @@ class KernelBench:
 
 def op_label(op: Op) -> str:
     """The op's kind, and of products the weight's last name: the same in all layers."""
-    if not op.kind.startswith("matmul"):
+    if "matmul" not in op.kind:
         return op.kind
     first, *others = op.operands["weight"].split("+")
     name = first.removesuffix(".weight").rpartition(".")[2]

@@ -16,8 +16,8 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.engine.backend import open_backend
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.hub import resolve_model
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import step_program
 from tinyvllm.util import InputError
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from tinyvllm.bench.kernels import Rates
 from tinyvllm.engine.step import ScheduledStep
 from tinyvllm.model.config import ModelConfig
-from tinyvllm.model.llama import step_program
+from tinyvllm.model.programs import step_program
 from tinyvllm.ops.executor import described
 from tinyvllm.ops.launches import alike
 from tinyvllm.ops.lower import lower

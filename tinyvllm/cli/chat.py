@@ -35,8 +35,10 @@ def add(commands: Commands) -> None:
 def run_chat(args: argparse.Namespace) -> int:
     """Reads lines and answers them until the input ends."""
     from tinyvllm.api.llm import LLM
+    from tinyvllm.model.chat import require_jinja
     from tinyvllm.model.hub import default_model
 
+    require_jinja()  # before the model is loaded
     if args.model_tag and args.model:
         raise InputError(f"MODEL={args.model_tag} and --model={args.model}: give one of them")
     args.model = args.model_tag or args.model or default_model()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import tinyvllm
-from tinyvllm.cli import bench, chat, doctor, generate, kernel, plan, serve, trace
+from tinyvllm.cli import bench, chat, doctor, generate, kernel, plan, serve, top, trace
 from tinyvllm.cli.options import Parser
 from tinyvllm.driver.calls import CompileError, CudaError
 from tinyvllm.memory.pool import OutOfMemoryError
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    for command in (generate, chat, serve, plan, trace, bench, kernel, doctor):
+    for command in (generate, chat, serve, top, plan, trace, bench, kernel, doctor):
         command.add(commands)
     args = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):

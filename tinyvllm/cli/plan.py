@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def run_plan(args: argparse.Namespace) -> int:
     shown = [b for b in report.buffers if b.program.name == f"{args.phase}.plain"][-1]
     if args.svg:
         Path(args.svg).write_text(draw_plan(shown))
+        print(f"picture: {args.svg}", file=sys.stderr)
     if args.json:
         print(json.dumps(report.as_json()))
     else:

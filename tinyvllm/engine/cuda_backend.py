@@ -21,8 +21,8 @@ from tinyvllm.memory.cuda_swapper import CudaSwapper
 from tinyvllm.memory.pool import DevicePool, OutOfMemoryError, PoolStats
 from tinyvllm.memory.upload import CopyJob, Uploader
 from tinyvllm.model.hub import LocalModel
-from tinyvllm.model.llama import step_program
 from tinyvllm.model.presets import DummySource
+from tinyvllm.model.programs import step_program
 from tinyvllm.model.source import TensorSource
 from tinyvllm.model.weights import (
     check_weights,

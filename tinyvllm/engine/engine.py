@@ -14,6 +14,7 @@ from tinyvllm.driver.calls import phase
 from tinyvllm.engine.backend import Backend, open_backend
 from tinyvllm.engine.monitor import Monitor
 from tinyvllm.engine.output_processor import OutputProcessor
+from tinyvllm.engine.policy import order_of
 from tinyvllm.engine.prompt import tokenize
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.row_lists import row_lists
@@ -21,6 +22,7 @@ from tinyvllm.engine.runner import ModelRunner, RunningStep
 from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.stats import EngineStats
 from tinyvllm.engine.step import ScheduledStep
+from tinyvllm.engine.view import EngineView, Viewer
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
@@ -38,6 +40,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, backend: Backend | None = None) -> None:
         self.config = config
+        order_of(config.scheduling_policy)  # errors in the options come before the work
         self.model = resolve_model(config.model, config.load_format, config.revision)
         self.tokenizer = self.model.tokenizer()
         self.backend = backend or open_backend(config, self.model)
@@ -62,6 +65,7 @@ class LLMEngine:
         self._last_end = 0.0  # time.perf_counter() when the last step had ended
         self._monitor = Monitor(self.scheduler, self.backend, log=not config.disable_log_stats)
         self.on_launch: Callable[[ScheduledStep], None] | None = None  # for whoever measures
+        self._viewer = Viewer(self.scheduler)
         self._closed = False
         self._sleeping = False
         # Launching step n + 1 before reading the tokens of step n keeps a GPU busy while the host
@@ -210,6 +214,11 @@ class LLMEngine:
         self.backend.enter()
         self._end_idle_copies()
         return self._monitor.stats()
+
+    def view(self) -> EngineView:
+        """What is in each KV block, and where each request stands; takes a few milliseconds for
+        256 sequences in 200,000 blocks."""
+        return self._viewer.look()
 
     def abort_all(self) -> list[RequestOutput]:
         """Ends every request and forgets the steps under way; returns what there is of each."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 from tinyvllm.engine.request import Request
+from tinyvllm.util import InputError
+
+# Sorts requests, the next one first. What it returns may not change while a request waits.
+Order = Callable[[Request], Any]
 
 AGEING = 16  # tokens by which a prompt counts as shorter for each step that it has waited
 
@@ -31,8 +37,22 @@ def shortest(request: Request) -> tuple[int, int]:
 
 
 # The order of the waiting requests under each `scheduling_policy`.
-POLICIES: dict[str, Callable[[Request], tuple[int, int]]] = {
-    "fcfs": fcfs,
-    "priority": urgency,
-    "shortest": shortest,
-}
+POLICIES: dict[str, Order] = {"fcfs": fcfs, "priority": urgency, "shortest": shortest}
+
+
+def order_of(scheduling_policy: str) -> Order:
+    """The order under a policy: of POLICIES, or a function elsewhere, named `module:function`.
+
+    Raises InputError if that cannot be imported.
+    """
+    if scheduling_policy in POLICIES:
+        return POLICIES[scheduling_policy]
+    module, _, function = scheduling_policy.partition(":")
+    where = f"scheduling_policy={scheduling_policy!r}"
+    try:
+        order: Order | None = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise InputError(f"{where}: {error}; is its folder on PYTHONPATH?") from error
+    if not callable(order):
+        raise InputError(f"{where}: {module} has no function {function}")
+    return order

@@ -6,6 +6,7 @@ from bisect import insort
 
 from tinyvllm.config import RETURN_MARGIN
 from tinyvllm.driver.calls import CudaError
+from tinyvllm.engine.events import EventLog
 from tinyvllm.engine.preemption import RECOMPUTE, SWAP, Preemption, RateMeter
 from tinyvllm.engine.queues import Queues
 from tinyvllm.engine.request import Request, RequestStatus
@@ -60,6 +61,7 @@ class Preempting(Queues):
         # Blocks in use up to which requests are admitted, and preempted ones return.
         self._admission_limit = round_down(preemption_threshold * blocks.num_blocks)
         self._return_limit = round_down((preemption_threshold - RETURN_MARGIN) * blocks.num_blocks)
+        self.events = EventLog(blocks.num_blocks, self._admission_limit, self._return_limit)
         self._failed: list[Request] = []
 
     def take_failed(self) -> list[Request]:
@@ -131,6 +133,7 @@ class Preempting(Queues):
             if victim.finished:
                 return
         logger.info("request %r is preempted: %s, %s", victim.request_id, mode, reason)
+        self.events.add(mode, victim.request_id, reason)
         self.num_preemptions[mode] += 1
         self._release(victim)
         victim.decoding = victim.returning = False
@@ -160,6 +163,7 @@ class Preempting(Queues):
     def _fail(self, request: Request, error: CudaError) -> None:
         """End a request whose blocks could not be copied."""
         logger.error("request %r ends: %s", request.request_id, error)
+        self.events.add("fail", request.request_id, str(error))
         self._finish(request, "error", str(error))
         self._failed.append(request)
 

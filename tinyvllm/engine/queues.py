@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 
 from tinyvllm.engine.block_tables import BlockTables
-from tinyvllm.engine.policy import POLICIES, urgency
+from tinyvllm.engine.policy import order_of, urgency
 from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.engine.swapping import Swaps
 from tinyvllm.memory.blocks import BlockManager
@@ -44,7 +44,7 @@ class Queues:
         self.vocab_size = vocab_size
         self.tables = BlockTables(blocks, enable_prefix_caching)
         self.swaps = Swaps(blocks, swapper)
-        self.order = POLICIES[scheduling_policy]
+        self.order = order_of(scheduling_policy)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._prefilling: Request | None = None  # the one that is in the middle of its prompt

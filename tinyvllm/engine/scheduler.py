@@ -74,7 +74,9 @@ class Scheduler(Preempting):
         self._num_steps += 1
         if self.swaps.busy:
             self._end_copies()
-        if self.blocks.num_used > self._admission_limit:
+        num_used = self.blocks.num_used
+        self.events.watch(num_used)
+        if num_used > self._admission_limit:
             self._copy_ahead()
         self._decode(step)
         if self._prefilling is not None:
@@ -269,6 +271,8 @@ class Scheduler(Preempting):
         request.parent = None  # from now on a request like others
         request.slot = self._free_slots.pop()
         insort(self.running, request, key=urgency)
+        if request.num_preemptions:
+            self.events.add("return", request.request_id, "swapped" if swapped else "recomputed")
         if not swapped:
             step.block_copies += self.tables.begin(request, plan, step.new_blocks)
             return True

@@ -12,7 +12,7 @@ from tinyvllm.memory.budget import MemoryPlan, plan_memory
 from tinyvllm.memory.plan import ALIGNMENT
 from tinyvllm.memory.swap_space import SwapSpace
 from tinyvllm.model.config import ModelConfig
-from tinyvllm.model.llama import (
+from tinyvllm.model.programs import (
     edits_program,
     logprobs_program,
     score_program,

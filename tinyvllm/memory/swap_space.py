@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from tinyvllm.util import ceil_div
 
 SLAB_BYTES = 64 << 20  # what is pinned at once, at the most, while the device stands still
@@ -42,6 +44,10 @@ class SwapSpace:
     def num_references(self) -> int:
         """Users of all blocks, counted together."""
         return sum(self._users)
+
+    def in_use(self) -> np.ndarray:
+        """Whether each block has users: bool [num_blocks]."""
+        return np.frombuffer(self._users, np.uint8) > 0
 
     def slab_blocks(self, slab: int) -> int:
         """How many blocks a slab holds."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 from tinyvllm.config import BLOCK_SIZES
 from tinyvllm.driver.spec import DeviceInfo, Launch
 from tinyvllm.model.config import ModelConfig
-from tinyvllm.model.llama import logprobs_program, score_program, step_program
 from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import logprobs_program, score_program, step_program
 from tinyvllm.ops.executor import described, writes_nothing
 from tinyvllm.ops.lower import RULES, lower
 from tinyvllm.ops.program import Program

@@ -30,6 +30,12 @@ _GGUF_KEY = "tokenizer.chat_template"
 _WORKER = "import sys; del sys.path[0]; from tinyvllm.model.chat_worker import serve; serve({})"
 
 
+def require_jinja() -> None:
+    """InputError, saying how to install it, where the optional package is missing."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise InputError("chat templates need Jinja: pip install jinja2")
+
+
 class ChatTemplate:
     """Renders conversations as the text that a model was trained on.
 
@@ -48,8 +54,7 @@ class ChatTemplate:
         where: str,
         time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
-        if importlib.util.find_spec("jinja2") is None:
-            raise InputError("chat templates need Jinja: pip install jinja2")
+        require_jinja()
         self._templates = dict(templates)
         self._tokens = dict(tokens)
         self._where = where

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from tinyvllm.model.registry import ARCHITECTURES
 from tinyvllm.ops.attention import HEAD_DIMS  # those that kernels exist for
 from tinyvllm.util import DType, InputError, short_repr
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3")
 _DTYPES = {d.value: d for d in (DType.BF16, DType.FP16, DType.F32)}
 _MAX_JSON_BYTES = 16 << 20

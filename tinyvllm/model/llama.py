@@ -1,173 +1,25 @@
-"""The Llama family's forward pass (Llama, Mistral) as programs of primitive ops."""
+"""The Llama family's forward pass (Llama, Mistral) as primitive ops."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tinyvllm.model.config import ModelConfig
-from tinyvllm.ops.logit_adjust import BAD_WORD_WORDS, HISTORY
-from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, TEMP, Program
-from tinyvllm.ops.row_params import ROW_WORDS
-from tinyvllm.ops.row_state import BLOCK_EDIT_WORDS
-from tinyvllm.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, SAMPLERS
+from tinyvllm.ops.program import Program
 from tinyvllm.util import DType
 
-_LISTS = "row_bias_tokens row_bias_values row_bias_until row_bad_words"
+if TYPE_CHECKING:
+    from tinyvllm.model.config import ModelConfig
 
 
-def step_program(
-    config: ModelConfig,
-    name: str,
-    *,
-    block_size: int,
-    sampler: str = "plain",
-    phase: str = "prefill",
-) -> Program:
-    """One step of the engine: edit the row state, run the layers, sample, advance the rows.
-
-    `sampler` is one of SAMPLERS, at least that of each row. In `phase` "decode" no row joins.
-
-    Run-time sizes: T tokens, R rows and R1 = R + 1, S sampled rows; D, Q and C as in the
-    attention op; SLOTS, MB, NB, E and B: row slots, table length, blocks, capacity of the edits;
-    CP: blocks to copy.
-    """
-    assert sampler in SAMPLERS and phase in ("prefill", "decode"), (sampler, phase)
-    p = Program(name)
-    heads, head_dim = config.num_key_value_heads, config.head_dim
-    kv_shape = ("NB", config.num_hidden_layers, 2, heads, block_size, head_dim)
-    p.buffer("kv_cache", kv_shape, None, STATE)
-    x = _step_inputs(p, config, phase)
-    if sampler == "adjust":
-        _count_tokens(p, config, phase)
-    for layer in range(config.num_hidden_layers):
-        last = layer == config.num_hidden_layers - 1
-        x = _decoder_layer(p, config, layer, x, OUTPUT if last else TEMP)
-    x = p.emit("select_rows", "sampled_x", x=x, index="sample_index")
-    logits = _head(p, config, x, "logits", OUTPUT)
-    _sample(p, logits, sampler)
-    p.emit(
-        "advance_rows",
-        **_same("batch_slots seq_lens sample_slots tokens row_position row_token"),
-    )
-    return p
-
-
-def edits_program(name: str) -> Program:
-    """The host's edits alone, for more of them than the inputs of one step hold."""
-    p = Program(name)
-    _apply_edits(p)
-    return p
-
-
-def logprobs_program(config: ModelConfig, name: str) -> Program:
-    """Log-probabilities of the tokens that the step just before has sampled."""
-    p = Program(name)
-    p.buffer("logits", ("S", config.vocab_size), DType.F32, EXTERNAL)
-    p.buffer("tokens", ("S",), DType.I32, EXTERNAL)
-    _logprobs(p, "S", "logits", "tokens")
-    return p
-
-
-def score_program(config: ModelConfig, name: str) -> Program:
-    """Log-probabilities of given tokens after some of the positions of the step just before.
-
-    N positions a run: `score_index` is the token's place in the step, `score_targets` the token
-    that followed it.
-    """
-    p = Program(name)
-    p.buffer("hidden", ("T", config.hidden_size), None, EXTERNAL)
-    p.buffer("score_index", ("N",), DType.I32, INPUT)
-    p.buffer("score_targets", ("N",), DType.I32, INPUT)
-    x = p.emit("select_rows", "scored_x", x="hidden", index="score_index")
-    _head(p, config, x, "score_logits", TEMP)
-    _logprobs(p, "N", "score_logits", "score_targets")
-    return p
-
-
-def _declare_lists(p: Program) -> None:
-    """What adjusts single logits of a row: biases (and bans), and bad words of several tokens."""
-    p.buffer("row_bias_tokens", ("SLOTS", MAX_LOGIT_BIAS), DType.I32, STATE)
-    p.buffer("row_bias_values", ("SLOTS", MAX_LOGIT_BIAS), DType.F32, STATE)
-    p.buffer("row_bias_until", ("SLOTS", MAX_LOGIT_BIAS), DType.I32, STATE)
-    p.buffer("row_bad_words", ("SLOTS", MAX_BAD_WORDS, BAD_WORD_WORDS), DType.I32, STATE)
-
-
-def _apply_edits(p: Program) -> None:
-    """The state of the rows, one of each for a slot, takes over what the host has changed."""
-    p.buffer("block_tables", (1, "SLOTS", "MB"), DType.I32, STATE)
-    p.buffer("row_position", ("SLOTS",), DType.I32, STATE)
-    p.buffer("row_token", ("SLOTS",), DType.I32, STATE)
-    p.buffer("row_params", ("SLOTS", ROW_WORDS), DType.I32, STATE)
-    p.buffer("row_edits", ("E", ROW_WORDS), DType.I32, INPUT)
-    p.buffer("edit_counts", (2,), DType.I32, INPUT)
-    p.buffer("block_edits", ("B", BLOCK_EDIT_WORDS), DType.I32, INPUT)
-    p.emit(
-        "apply_edits",
-        **_same("edit_counts row_edits block_edits row_params row_position row_token block_tables"),
-    )
-
-
-def _step_inputs(p: Program, c: ModelConfig, phase: str) -> str:
-    """Applies the host's edits, spreads the rows over the step's tokens, embeds them."""
-    if phase == "prefill":  # declared first: the copy of a decode step starts behind it
-        p.buffer("block_copies", ("CP", 2), DType.I32, INPUT)
-    _apply_edits(p)
-    p.buffer("batch_slots", ("R",), DType.I32, INPUT)
-    p.buffer("query_start", ("R1",), DType.I32, INPUT)
-    p.buffer("sample_rows", ("S",), DType.I32, INPUT)
-    p.buffer("prompt_ids", ("T",), DType.I32, INPUT)
-    if phase == "prefill":
-        p.emit("copy_blocks", block_copies="block_copies", kv_cache="kv_cache")
-    for name, size in (
-        ("token_ids", "T"),
-        ("positions", "T"),
-        ("token_slots", "T"),
-        ("seq_lens", "R"),
-        ("sample_index", "S"),
-        ("sample_slots", "S"),
-        ("sample_positions", "S"),
-    ):
-        p.buffer(name, (size,), DType.I32)
-    p.emit(
-        "step_inputs",
-        **_same(
-            "batch_slots query_start prompt_ids sample_rows row_position row_token "
-            "token_ids positions token_slots seq_lens sample_index sample_slots "
-            "sample_positions"
-        ),
-    )
+def embed(p: Program, c: ModelConfig, out: str) -> str:
+    """Row of the embedding for each token; returns `out`."""
     embedding = p.weight("model.embed_tokens.weight", c.vocab_size, c.hidden_size, split_axis=0)
-    return p.emit("embedding", "x", token_ids="token_ids", weight=embedding)
+    return p.emit("embedding", out, token_ids="token_ids", weight=embedding)
 
 
-def _count_tokens(p: Program, c: ModelConfig, phase: str) -> None:
-    """Counts the step's input tokens, for rows that ask for it."""
-    p.buffer("token_counts", ("SLOTS", c.vocab_size), DType.I32, STATE)
-    p.buffer("row_history", ("SLOTS", HISTORY), DType.I32, STATE)
-    if phase == "prefill":
-        p.emit("reset_counts", **_same("edit_counts row_edits token_counts"))
-    p.emit(
-        "count_tokens",
-        **_same("token_ids positions token_slots row_params token_counts row_history"),
-    )
-
-
-def _sample(p: Program, logits: str, sampler: str) -> None:
-    """The next token of each sampled row; `logits` stay as they are."""
-    rows, at = _same("sample_slots row_params"), _same("sample_positions")
-    if sampler == "adjust":
-        _declare_lists(p)
-        states = _same(f"token_counts row_history {_LISTS}")
-        logits = p.emit("adjust_logits", "adjusted", logits=logits, **rows, **at, **states)
-    min_logit = None
-    if sampler != "plain":
-        min_logit = p.emit("filter_logits", "min_logit", logits=logits, **rows)
-    p.emit("sample", "tokens", logits=logits, **rows, **at, min_logit=min_logit, out_kind=OUTPUT)
-
-
-def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str) -> str:
-    """x + attention(norm(x)), then that + mlp(norm(that)); returns the layer's output."""
+def decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out: str, out_kind: str) -> str:
+    """x + attention(norm(x)), then that + mlp(norm(that)); returns `out`, of kind `out_kind`."""
     at, weights = f"layer{layer}.", f"model.layers.{layer}."
     q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     inv_freq = p.constant("rope.inv_freq", c.rope.inv_freq(c.head_dim))
@@ -194,7 +46,10 @@ def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str
         "kv_write",
         k=k,
         v=v,
-        **_same("positions token_slots block_tables kv_cache"),
+        positions="positions",
+        token_slots="token_slots",
+        block_tables="block_tables",
+        kv_cache="kv_cache",
         layer=layer,
         group=0,
     )
@@ -202,7 +57,11 @@ def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str
         "attention",
         f"{at}attention",
         q=q,
-        **_same("kv_cache block_tables query_start batch_slots seq_lens"),
+        kv_cache="kv_cache",
+        block_tables="block_tables",
+        query_start="query_start",
+        batch_slots="batch_slots",
+        seq_lens="seq_lens",
         layer=layer,
         group=0,
         scale=1 / math.sqrt(c.head_dim),
@@ -215,33 +74,13 @@ def _decoder_layer(p: Program, c: ModelConfig, layer: int, x: str, out_kind: str
     up = linear(h, "mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias, 0)
     m = p.emit("silu_mul", f"{at}silu_mul", gate=gate, up=up)
     d = linear(m, "mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias, 1)
-    name = "hidden" if out_kind == OUTPUT else f"{at}x"
-    return p.emit("add", name, a=x, b=d, out_kind=out_kind)
+    return p.emit("add", out, a=x, b=d, out_kind=out_kind)
 
 
-def _head(p: Program, c: ModelConfig, x: str, out: str, out_kind: str) -> str:
-    """Final norm and vocabulary product: logits in float32."""
+def head(p: Program, c: ModelConfig, x: str, out: str, out_kind: str) -> str:
+    """Final norm and vocabulary product: logits in float32 in `out`, which it returns."""
     norm = p.weight("model.norm.weight", c.hidden_size)
     h = p.emit("rms_norm", f"{out}.norm", x=x, weight=norm, eps=c.rms_norm_eps)
     name = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
-    head = p.weight(name, c.vocab_size, c.hidden_size, split_axis=0)
-    return p.emit("matmul", out, x=h, weight=head, dtype=DType.F32, out_kind=out_kind)
-
-
-def _logprobs(p: Program, rows: str, logits: str, targets: str) -> None:
-    """Log-probability and rank of the targets, and the P most likely tokens of each row."""
-    p.buffer("target_logprob", (rows,), DType.F32, OUTPUT)
-    p.buffer("target_rank", (rows,), DType.I32, OUTPUT)
-    p.buffer("top_ids", (rows, "P"), DType.I32, OUTPUT)
-    p.buffer("top_logprobs", (rows, "P"), DType.F32, OUTPUT)
-    p.emit(
-        "logprobs",
-        logits=logits,
-        targets=targets,
-        **_same("target_logprob target_rank top_ids top_logprobs"),
-    )
-
-
-def _same(names: str) -> dict[str, Any]:
-    """Operands that have the names of their buffers; `names` stand apart by spaces."""
-    return {name: name for name in names.split()}
+    weight = p.weight(name, c.vocab_size, c.hidden_size, split_axis=0)
+    return p.emit("matmul", out, x=h, weight=weight, dtype=DType.F32, out_kind=out_kind)

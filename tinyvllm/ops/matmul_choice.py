@@ -1,13 +1,10 @@
 """The kernel, tile and grid that compute a product, chosen by its shape and the device alone.
 
 Measured on an H200 (us, as a chain of 16 products each; weights come from memory), for the
-products of Llama-3.2-1B. `few` is matmul_few_rows.cu, RxC/s a tile of matmul_hopper.cu,
-matmul_wide.cu (w) or matmul.cu (t) with K split over s blocks:
+products of Llama-3.2-1B. RxC/s is a tile of matmul_hopper.cu, matmul_wide.cu (w) or matmul.cu (t)
+with K split over s blocks:
 
     M    qkv 3072x2048   o 2048x2048     gate_up 16384x2048  down 2048x8192  head 128256x2048
-    1    few 4.3         few 3.5         few 17.9            few 10.7        few 119
-    8    few 5.0         few 4.1         few 23.4            few 12.6        few 164
-         w16x64/4 5.8    w16x64/4 4.7    w16x64 16.9         w16x64/5 10.5   w16x64 126
     16   w16x64/4 5.8    w16x64/4 4.7    w16x64 16.6         w16x64/5 10.7   w16x64 130
          t16x64/4 5.6    t16x64/4 4.5    t16x64 16.8         t16x64/4 11.1   t16x64 129
     32   w32x64/4 6.3    w32x64/4 4.8    w32x64 17.7         w32x64/5 11.0   w32x64 134
@@ -20,10 +17,12 @@ matmul_wide.cu (w) or matmul.cu (t) with K split over s blocks:
     1024 128x192 18.7    128x128 13.1    2x64x256 97.9       128x128 47.9
     8192 128x256 141     128x256 94      2x64x256 753        128x256 356
 
-Whole decode steps of that model (ms, context 256) decide, as a product's weights are loaded while
-the kernel before it ends. With `few` for all products / only for those of at most 2^23 weights, the
-others wide: 1 row 0.863 / 0.889 (the head by `few` in both), 2 rows 0.875 / 0.881, 4 rows 0.901 /
-0.878, 8 rows 0.927 / 0.879.
+Whole decode steps of that model decide about one and two rows, as a product's weights are loaded
+while the kernel before it ends, and attention holds shared memory meanwhile. At 1 row and context
+128, in us, W/R being matmul_few_rows.cu with W warps and R steps in flight each: all products 8/8
+910, 8/6 904, 8/16 825 (each SM having one block that takes tile after tile); 4/8 881; as `FEW_ROWS`
+is used here 793. Each further row of x slows its short blocks: at 8 rows 8/6 takes 931 for qkv and
+o alone, 1,279 for all products, and w16x64 894 for all.
 
 Without the split, a wave of fewer blocks than SMs has too few loads in flight: at M = 32 down
 takes 21.8 us. Clusters that fill the SMs to the last one wait for each other's places: t16x64/8
@@ -36,12 +35,16 @@ from typing import NamedTuple
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel
 from tinyvllm.ops.matmul_tiles import (
+    FEW_ROWS,
+    FEW_ROWS_COLS,
+    FEW_ROWS_MAX,
     HOPPER_FEW,
     HOPPER_US,
     SPLIT_TILES,
     TILE_K,
     TILES,
     WIDE_TILES,
+    FewRows,
     HopperTile,
     Tile,
     WideTile,
@@ -64,16 +67,13 @@ MATMUL_HOPPER = Kernel(
     arch="sm_90a",
     pdl=True,
 )
-MATMUL_FEW_ROWS = Kernel("matmul_few_rows.cu", "matmul_few_rows_kernel", _SIGNATURE, pdl=True)
-
-# Constants of matmul_few_rows.cu: columns of y in a block, elements of K in a step, steps whose
-# weights a warp has in flight and their bytes, most warps in a block.
-FEW_ROWS_COLS = 16
-FEW_ROWS_STEP = 32
-FEW_ROWS_RING = 4
-FEW_ROWS_STEP_BYTES = 1024
-FEW_ROWS_WARPS = 16
-FEW_ROWS_MAX = 16  # rows of x
+MATMUL_FEW_ROWS = Kernel(
+    "matmul_few_rows.cu",
+    "matmul_few_rows_kernel",
+    "ptr x, ptr weight, ptr bias, ptr norm_weight, ptr residual, ptr y, i32 M, i32 N, i32 K, "
+    "i32 x_stride, i32 residual_stride, i32 y_stride, f32 eps",
+    pdl=True,
+)
 
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
@@ -99,11 +99,10 @@ class Choice(NamedTuple):
 
 def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) -> Choice:
     """The kernel for x (M, K) and weight (N, K); `silu`: rows of gate and up, for their product."""
-    if _few_rows(M, N, K, device):
-        warps = few_rows_warps(K)
-        smem = warps * FEW_ROWS_RING * FEW_ROWS_STEP_BYTES
-        template = (8 if M <= 8 else FEW_ROWS_MAX,)
-        return Choice(MATMUL_FEW_ROWS, template, ceil_div(N, FEW_ROWS_COLS), warps * 32, smem)
+    few = _few_rows(M, N, K, device)
+    if few is not None:
+        blocks = ceil_div(N, FEW_ROWS_COLS)
+        return Choice(MATMUL_FEW_ROWS, few, blocks, few.warps * 32, few.smem(M, K))
     if device.kernel_path == "hopper" and WIDE_TILES[-1].rows >= M:
         wide = next(t for t in WIDE_TILES if t.rows >= M)
         split = _split(wide, M, N, K, device)
@@ -141,23 +140,18 @@ def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceIn
     )
 
 
-def few_rows_warps(K: int) -> int:
-    """Warps that share K in a block of matmul_few_rows.cu.
+def _few_rows(M: int, N: int, K: int, device: DeviceInfo) -> FewRows | None:
+    """The specialisation of matmul_few_rows.cu, where it wins.
 
-    It fixes the order of the sum, so it may depend on nothing else.
+    Queues are as deep as they can be with all blocks on the SMs at once. Where there are more
+    blocks than that, small ones take turns.
     """
-    return min(ceil_div(ceil_div(K, FEW_ROWS_STEP), FEW_ROWS_RING), FEW_ROWS_WARPS)
-
-
-def _few_rows(M: int, N: int, K: int, device: DeviceInfo) -> bool:
-    """Whether matmul_few_rows.cu wins."""
-    if _has_clusters(device):
-        # Its blocks are short and end soon after x is there, but each row of x slows them: from 3
-        # rows on the larger products are faster in tiles.
-        return M <= 2 or (M <= 8 and N * K <= 1 << 23)
-    # From 9 rows on it holds half as many loads in flight and wins only where its blocks are all
-    # on the SMs at once.
-    return M <= 8 or (M <= FEW_ROWS_MAX and ceil_div(N, FEW_ROWS_COLS) <= device.num_sms)
+    fitting = [f for f in FEW_ROWS if f.smem(M, K) <= device.smem_per_block]
+    if M > FEW_ROWS_MAX or not fitting:
+        return None
+    blocks = ceil_div(N, FEW_ROWS_COLS)
+    at_once = (f for f in fitting if blocks <= f.blocks_per_sm * device.num_sms)
+    return next(at_once, fitting[-1])
 
 
 def _has_clusters(device: DeviceInfo) -> bool:

@@ -4,9 +4,33 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tinyvllm.util import ceil_div
+
 TILE_K = 64  # elements of K in a step, for all kernels here
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 HOPPER_WARP_BUFFER = 16 * (128 + 16)  # bytes for 16 rows of at most 128 bytes, padded
+
+# Constants of matmul_few_rows.cu: rows of x, columns of y in a block, elements of K in a step.
+FEW_ROWS_MAX = 2
+FEW_ROWS_COLS = 16
+FEW_ROWS_STEP = 32
+
+
+class FewRows(NamedTuple):
+    """A specialisation of matmul_few_rows.cu: warps, and steps that each has in flight."""
+
+    warps: int
+    ring: int
+
+    def smem(self, M: int, K: int) -> int:
+        """Bytes of dynamic shared memory: the queues, 1 KiB a step, x and the norm's weight."""
+        steps = ceil_div(ceil_div(K, FEW_ROWS_STEP), self.warps)  # of a warp
+        return self.warps * (self.ring * 1024 + (M + 1) * steps * FEW_ROWS_STEP * 2)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """That it is compiled for: an SM's queues have 192 KiB."""
+        return 192 // (self.warps * self.ring)
 
 
 class Tile(NamedTuple):
@@ -97,6 +121,8 @@ class HopperTile(NamedTuple):
         return 128 * self.consumers + (128 if gives else 32)
 
 
+# From the deepest queues and least blocks an SM on: see matmul_choice.py.
+FEW_ROWS = (FewRows(8, 16), FewRows(8, 6), FewRows(4, 8))
 TILES = (
     Tile(128, 128, 2, 2, 3, 1.0),
     Tile(64, 64, 2, 2, 5, 0.7),

@@ -28,4 +28,7 @@ def all_ops() -> dict[str, OpDef]:
 
 def op_def(name: str) -> OpDef:
     """The declaration of the op with this name; KeyError for an unknown one."""
-    return all_ops()[name]
+    ops = all_ops()
+    if name not in ops:
+        raise KeyError(f"no module of tinyvllm/ops declares an op named {name}")
+    return ops[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
+from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.arrays import nbytes, vector_width
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.util import InputError, align_up, ceil_div
@@ -33,20 +34,25 @@ class RmsNorm(OpDef):
         np.multiply(a.y, a.weight, out=a.y)
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        assert a.x.contiguous and a.y.contiguous
-        T, K = a.y.shape
-        if T == 0:
-            return []
-        vec, iters, threads = _row_shape(K, vector_width(K, a.x, a.weight, a.y))
-        return [
-            RMS_NORM(a.act, vec, iters).launch(
-                (T,), threads, x=a.x.ptr, weight=a.weight.ptr, y=a.y.ptr, K=K, eps=a.eps
-            )
-        ]
+        return norm_launches(a.x, a.weight, a.y, a.eps)
 
     def cost(self, a: Operands) -> Cost:
         T, K = a.y.shape
         return Cost(nbytes(a.x, a.weight, a.y), 4 * T * K)
+
+
+def norm_launches(x: DeviceArray, weight: DeviceArray, y: DeviceArray, eps: float) -> list[Launch]:
+    """y (T, K) = the norm of x (T, K), all of one type."""
+    assert x.contiguous and y.contiguous
+    T, K = y.shape
+    if T == 0:
+        return []
+    vec, iters, threads = _row_shape(K, vector_width(K, x, weight, y))
+    return [
+        RMS_NORM(y.dtype, vec, iters).launch(
+            (T,), threads, x=x.ptr, weight=weight.ptr, y=y.ptr, K=K, eps=eps
+        )
+    ]
 
 
 def _row_shape(K: int, vec: int) -> tuple[int, int, int]:

@@ -15,7 +15,8 @@ class RopeAttention(OpDef):
     """Rope of the q and k columns of `qkv`, the KV write, and attention over the context.
 
     Row r has the token r only, at position seq_lens[r] - 1, or is padding, of length 0: its
-    output is 0, and nothing is written to the cache.
+    output is 0, and nothing is written to the cache. `ahead`, if given, are weights that an op soon
+    after reads: they may be brought to L2 meanwhile.
     """
 
     name = "rope_attention"
@@ -29,17 +30,19 @@ class RopeAttention(OpDef):
         "batch_slots": ("R",),
         "seq_lens": ("R",),
         "kv_cache": ("NB", "L", 2, "HKV", "BS", "D"),
+        "ahead": ("NA", "KA"),
     }
     writes: ClassVar[Mapping[str, Shape]] = {
         "y": ("T", "NQ"),
         "kv_cache": ("NB", "L", 2, "HKV", "BS", "D"),
     }
+    optional = frozenset({"ahead"})
     attrs = frozenset({"layer", "group", "scale"})
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
         rows = a.seq_lens.shape[0]
         assert a.dims["D"] == rows == a.qkv.shape[0], "rows of one token each"
-        return [decode_launch(a, device, a.qkv, rows, a.inv_freq.ptr)]
+        return [decode_launch(a, device, a.qkv, rows, inv_freq=a.inv_freq.ptr, ahead=a.ahead)]
 
     def scratch(self, a: Operands, device: DeviceInfo) -> int:
         return decode_scratch(a, device)

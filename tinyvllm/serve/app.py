@@ -16,6 +16,7 @@ from tinyvllm.serve import errors
 from tinyvllm.serve.chat import chat, render
 from tinyvllm.serve.completions import complete
 from tinyvllm.serve.connection import KNOWN_ERRORS, CallerLeftError
+from tinyvllm.serve.dashboard import add_dashboard
 from tinyvllm.serve.guard import Guard
 from tinyvllm.serve.protocol import (
     ChatCompletionRequest,
@@ -37,7 +38,10 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 
 def create_app(state: ServerState) -> ASGIApp:
     """The application behind its guard."""
-    return Guard(create_routes(state), state)
+    app = create_routes(state)
+    if state.config.dashboard:
+        add_dashboard(app, state)
+    return Guard(app, state)
 
 
 def create_routes(state: ServerState) -> FastAPI:

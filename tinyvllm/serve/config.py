@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tinyvllm.config import check_int, check_number, option
+from tinyvllm.config import check_bool, check_int, check_number, option
 from tinyvllm.util import InputError
 
 
@@ -30,6 +30,7 @@ class ServeConfig:
             "cli": True,
         },
     )
+    dashboard: bool = option(True, "show what the engine does at /dashboard")
     max_waiting_requests: int = option(1024, "requests that may wait; more are told to come back")
     max_body_bytes: int = option(4 << 20, "most bytes of a request")
     body_timeout: float = option(30.0, "most seconds for a request to arrive")
@@ -37,6 +38,7 @@ class ServeConfig:
     shutdown_timeout: float = option(30.0, "most seconds after SIGTERM for requests to end")
 
     def __post_init__(self) -> None:
+        check_bool("dashboard", self.dashboard)
         check_int("port", self.port, 0, 65535)
         check_int("max_waiting_requests", self.max_waiting_requests, 0, 1 << 20)
         check_int("max_body_bytes", self.max_body_bytes, 1, 1 << 30)

@@ -9,10 +9,11 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm.serve.errors import ApiError
+from tinyvllm.serve.page import FILES
 from tinyvllm.serve.state import ServerState
 
-# Without a key: probes, scrapers and browsers that look whether it is alive.
-OPEN_PATHS = ("/health", "/version", "/metrics")
+# Without a key: probes, scrapers, and a page that is the same for all and asks for the key.
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", *FILES})
 # A body that is too large is read so much further: a caller that still sends does not read.
 _DISCARDED = 4
 

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.serve.recent import Recent
 
 TOKEN_BUCKETS = [m * 10**e for e in range(6) for m in (1, 2, 5)]
 FIRST_TOKEN_BUCKETS = [
@@ -97,6 +98,8 @@ class Metrics(Collector):
         self.next_token = Histogram(
             "vllm:inter_token_latency_seconds", "token to token", NEXT_TOKEN_BUCKETS
         )
+        # Those two once more, of the last minute.
+        self.recent_first_token, self.recent_next_token = Recent(), Recent()
         self.latency = Histogram(
             "vllm:e2e_request_latency_seconds", "arrival to last token", REQUEST_BUCKETS
         )
@@ -140,6 +143,16 @@ class Metrics(Collector):
         if params.max_tokens is not None:
             self.max_tokens.observe(params.max_tokens)
         return RequestMetrics(self, params.n)
+
+    def observe_first(self, seconds: float) -> None:
+        """Counts the time to a request's first token in."""
+        self.first_token.observe(seconds)
+        self.recent_first_token.observe(seconds)
+
+    def observe_next(self, seconds: float, times: int) -> None:
+        """Counts the time from one token to the next in, that of so many tokens."""
+        self.next_token.observe(seconds, times)
+        self.recent_next_token.observe(seconds, times)
 
     def count_prompt(self, tokens: int) -> None:
         """Counts the tokens of a prompt whose first token has come."""
@@ -211,16 +224,16 @@ class RequestMetrics:
         if not self._begun:
             self._begun = True
             self._first = now
-            metrics.first_token.observe(now - self._arrival)
+            metrics.observe_first(now - self._arrival)
             metrics.count_prompt(len(output.prompt_token_ids))
         for o in output.outputs:
             count = len(o.token_ids)
             if count:
                 last = self._last.get(o.index)
                 if last is not None:  # several tokens at once share the time
-                    metrics.next_token.observe((now - last) / count, count)
+                    metrics.observe_next((now - last) / count, count)
                 elif count > 1:  # what comes with the first token comes no later
-                    metrics.next_token.observe(0.0, count - 1)
+                    metrics.observe_next(0.0, count - 1)
                 self._last[o.index] = now
             self._lengths[o.index] += count
             metrics.count_output(count)

@@ -40,6 +40,7 @@ class ServerState:
         self.tokenizer = tokenizer
         self.config = config
         self.max_model_len = ready.max_model_len
+        self.device_name = ready.device_name
         self.names = config.served_model_name or (llm.config.model,)
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0])
