@@ -14,8 +14,7 @@ template <int BN> struct SplitSum {
 
   u32 received;  // shared addresses
   u32 barrier;
-  int rank, split;  // in K
-  int first_block, block_stride;  // rank r is block first_block + r * block_stride of the cluster
+  int rank, split;  // in K, over the blocks of the cluster
   int rows;  // of the tile that are rows of x
 
   __device__ __forceinline__ int groups() const { return ceil_div(rows, 8); }
@@ -41,7 +40,7 @@ template <int BN> struct SplitSum {
     for (int half = 0; half < 2; half++) {
       const int group = row / 8 + half;
       if (group >= groups()) return;
-      const int owner = first_block + group % split * block_stride;
+      const int owner = group % split;
       const u32 to = address_in(group_at(rank, group / split), owner) + threadIdx.x % kWarpSize * 16;
       const u32 at = address_in(barrier, owner);
 #pragma unroll

@@ -38,7 +38,6 @@ from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS,
     FEW_ROWS_COLS,
     FEW_ROWS_MAX,
-    HOPPER_FEW,
     HOPPER_US,
     SPLIT_TILES,
     TILE_K,
@@ -77,8 +76,8 @@ MATMUL_FEW_ROWS = Kernel(
 
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
-ALTERNATE_FROM = 512  # rows of x: with one or two tiles in a block nothing alternates
-MAX_CLUSTER = 8  # blocks
+HOPPER_START = 2.0  # us until a tile's products run, and from their end until it is stored
+HOPPER_L2 = 11e6  # bytes that tiles load from L2 in a us
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -122,21 +121,20 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
 
 def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo) -> Choice:
     """A launch of matmul_hopper.cu: a block for each tile and part of K, or blocks that stay."""
-    cluster = tile.cluster_m * tile.cluster_n
-    assert split <= tile.max_split and cluster * split <= MAX_CLUSTER
-    tiles = ceil_div(M, tile.rows * tile.cluster_m) * ceil_div(N, tile.cols * tile.cluster_n)
-    two_fit = tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10
-    places = device.num_sms * (2 if two_fit else 1) // cluster
-    clusters = tiles if split > 1 else min(tiles, max(places - (cluster > 2), 1))
+    assert split <= tile.max_split
+    together = tile.cluster * split
+    clusters = _tiles(tile, M, N) // tile.cluster
+    if split == 1:
+        clusters = min(clusters, device.num_sms // tile.cluster)
     return Choice(
         MATMUL_HOPPER,
         (*tile, split > 1),
-        clusters * cluster * split,
+        clusters * together,
         tile.threads(split),
         tile.smem,
         split,
-        cluster=cluster * split,
-        boxes=(tile.rows // tile.cluster_n, tile.cols // tile.cluster_m),
+        cluster=together,
+        boxes=(tile.rows, tile.cols // tile.cluster),
     )
 
 
@@ -159,35 +157,50 @@ def _has_clusters(device: DeviceInfo) -> bool:
 
 
 def _tiles(tile: Tile | WideTile | HopperTile, M: int, N: int) -> int:
-    return ceil_div(M, tile.rows) * ceil_div(N, tile.cols)
+    cluster = tile.cluster if isinstance(tile, HopperTile) else 1
+    return ceil_div(M, tile.rows * cluster) * cluster * ceil_div(N, tile.cols)
 
 
-def _places(tile: Tile | WideTile | HopperTile, device: DeviceInfo) -> int:
+def _places(tile: Tile | WideTile, device: DeviceInfo) -> int:
     """Blocks that the device runs at once, by their shared memory."""
     smem = device.smem_per_block + SM_RESERVED
     return device.num_sms * (smem // (tile.smem + SM_RESERVED))
 
 
-def _split(tile: Tile | WideTile | HopperTile, M: int, N: int, K: int, device: DeviceInfo) -> int:
+def _split(tile: Tile | WideTile, M: int, N: int, K: int, device: DeviceInfo) -> int:
     """The most blocks that may share out K for a tile."""
     by_places = int(MAX_CLUSTERED * _places(tile, device)) // _tiles(tile, M, N)
     return max(min(tile.max_split, by_places, ceil_div(K, TILE_K) // MIN_SPLIT_TILES), 1)
 
 
+def _hopper_splits(tile: HopperTile, M: int, N: int, K: int, device: DeviceInfo) -> list[int]:
+    """Over how many blocks K may be shared out."""
+    tiles = _tiles(tile, M, N)
+    most = min(tile.max_split, ceil_div(K, TILE_K) // MIN_SPLIT_TILES)
+    # Pairs find places on all SMs, larger clusters don't.
+    places = {
+        s: device.num_sms if s == 2 else int(MAX_CLUSTERED * device.num_sms)
+        for s in range(2, most + 1)
+    }
+    return [1, *(s for s in range(2, most + 1) if tiles * s <= places[s])]
+
+
 def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tuple[HopperTile, int]:
     """The tile and split of K with the least estimated time."""
-    if HOPPER_FEW.rows >= M:
-        return HOPPER_FEW, _split(HOPPER_FEW, M, N, K, device)
 
     def time(of: tuple[HopperTile, int]) -> float:
         tile, split = of
-        waves = ceil_div(_tiles(tile, M, N) * split, device.num_sms)
-        sum_over_cluster = 3 + tile.rows * tile.cols / 5000 if split > 1 else 0.0
-        return waves * HOPPER_US[tile][silu] * K / 2048 / split + sum_over_cluster
+        tiles = _tiles(tile, M, N)
+        waves = ceil_div(tiles * split, device.num_sms)
+        products = waves * HOPPER_US[tile][silu] * K / 2048 / split
+        starts = HOPPER_START * (1 if tile.alternate else waves)
+        loaded = tiles * (tile.rows + tile.cols / tile.cluster) * K * 2
+        summed = 1 + 0.5 * split + tile.rows * tile.cols / 5000 if split > 1 else 0.0
+        return starts + max(products, loaded / HOPPER_L2) + summed
 
-    tiles = [t for t in HOPPER_US if not t.alternate or M >= ALTERNATE_FROM]
-    splits = [(t, s) for t in tiles for s in (1, _split(t, M, N, K, device))]
-    return min(splits, key=time)
+    # Whole warpgroups without rows are of no use.
+    tiles = [t for t in HOPPER_US if t.rows * t.cluster < M + 64]
+    return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
 
 def _large_tiles(M: int, N: int, device: DeviceInfo) -> Choice:
