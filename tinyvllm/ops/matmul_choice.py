@@ -10,12 +10,9 @@ with K split over s blocks:
     32   w32x64/4 6.3    w32x64/4 4.8    w32x64 17.7         w32x64/5 11.0   w32x64 134
          64x64/4 7.2     64x64/4 5.8     64x64 23.2          64x64/6 13.4    64x128 133
          t32x64/4 6.7    t32x64/4 5.4    t32x64 17.8         t32x64/4 12.8   t32x64 136
-    64   64x64/4 7.2     64x64/5 6.1     64x64 18.9          64x64/6 12.8    64x64 136
-         t64x64/4 7.5    t64x64/4 6.6    t64x64 19.9         t64x64/4 17.2   t64x64 150
-    128  128x64 8.9      128x64/3 7.7    128x128 21.2        128x128/6 15.1  128x128 155
-    256  128x64 9.5      128x64 8.7      128x256 29.2        128x128/3 21.4  128x128 233
-    1024 128x192 18.7    128x128 13.1    2x64x256 97.9       128x128 47.9
-    8192 128x256 141     128x256 94      2x64x256 753        128x256 356
+    64   t64x64/4 7.5    t64x64/4 6.6    t64x64 19.9         t64x64/4 17.2   t64x64 150
+
+From 33 rows on, matmul_hopper.cu has the tiles of `matmul_tiles.py`, with their times there.
 
 Whole decode steps of that model decide about one and two rows, as a product's weights are loaded
 while the kernel before it ends, and attention holds shared memory meanwhile. At 1 row and context
@@ -31,6 +28,7 @@ takes 13.8 us for down, 128x128/8 21.4.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel
@@ -76,8 +74,8 @@ MATMUL_FEW_ROWS = Kernel(
 
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
-HOPPER_START = 2.0  # us until a tile's products run, and from their end until it is stored
-HOPPER_L2 = 11e6  # bytes that tiles load from L2 in a us
+HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
+HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -174,31 +172,34 @@ def _split(tile: Tile | WideTile, M: int, N: int, K: int, device: DeviceInfo) ->
 
 
 def _hopper_splits(tile: HopperTile, M: int, N: int, K: int, device: DeviceInfo) -> list[int]:
-    """Over how many blocks K may be shared out."""
+    """Over how many blocks K may be shared out: those of a cluster that finds its places."""
     tiles = _tiles(tile, M, N)
     most = min(tile.max_split, ceil_div(K, TILE_K) // MIN_SPLIT_TILES)
-    # Pairs find places on all SMs, larger clusters don't.
-    places = {
-        s: device.num_sms if s == 2 else int(MAX_CLUSTERED * device.num_sms)
-        for s in range(2, most + 1)
-    }
-    return [1, *(s for s in range(2, most + 1) if tiles * s <= places[s])]
+    clustered = int(MAX_CLUSTERED * device.num_sms)
+    places = {2: device.num_sms}  # pairs find them on all SMs
+    return [1, *(s for s in range(2, most + 1) if tiles * s <= places.get(s, clustered))]
 
 
+@lru_cache(4096)
 def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tuple[HopperTile, int]:
-    """The tile and split of K with the least estimated time."""
+    """The tile and split of K with the least estimated time.
+
+    A block's products follow each other, and wait for data: by its own pipeline, or by L2, which
+    serves all SMs. Before a tile's products data is on its way and after them sums are stored;
+    consumers that alternate do that while the others multiply.
+    """
 
     def time(of: tuple[HopperTile, int]) -> float:
         tile, split = of
         tiles = _tiles(tile, M, N)
         waves = ceil_div(tiles * split, device.num_sms)
         products = waves * HOPPER_US[tile][silu] * K / 2048 / split
-        starts = HOPPER_START * (1 if tile.alternate else waves)
+        edges = HOPPER_EDGES * (1 if tile.alternate else waves)
         loaded = tiles * (tile.rows + tile.cols / tile.cluster) * K * 2
         summed = 1 + 0.5 * split + tile.rows * tile.cols / 5000 if split > 1 else 0.0
-        return starts + max(products, loaded / HOPPER_L2) + summed
+        return edges + max(products, loaded / HOPPER_L2) + summed
 
-    # Whole warpgroups without rows are of no use.
+    # No warpgroup is without rows.
     tiles = [t for t in HOPPER_US if t.rows * t.cluster < M + 64]
     return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
