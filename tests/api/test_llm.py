@@ -42,6 +42,7 @@ def ids(prompt):
 
 
 def test_while_prompts_run_the_collector_leaves_alone_what_there_was(llm, monkeypatch):
+    gc.unfreeze()  # what loops of servers have frozen, in other tests
     counts = []
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: counts.append(gc.get_freeze_count()) or step())
