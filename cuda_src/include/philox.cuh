@@ -15,3 +15,16 @@ __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
   }
   return counter;
 }
+
+// Gumbel noise -log(-log(u)) of a uniform u = 1 - w, where w is the random word scaled to (0, 1):
+// -log(u) = -log1p(-w) keeps its relative precision where the noise is large.
+__device__ __forceinline__ float gumbel(u32 word) {
+  const float w = fminf((__uint2float_rn(word) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+  return -logf(-log1pf(-w));
+}
+
+// Not below the noise of the word over ln 2, and where that is large hardly above: -log1p(-w) >= w.
+__device__ __forceinline__ float gumbel_bound(u32 word) {
+  return 32.0001f - __log2f(__uint2float_rn(word) + 0.5f);
+}
+constexpr float kMaxGumbel = 24.0f;  // more than any noise: 33 ln 2

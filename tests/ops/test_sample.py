@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 from harness import run_cuda, run_numpy
+from test_token_filter import SETTINGS, left_by_sorting, random_logits
 
+from tinyvllm.driver.devices import DEVICES
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
 from tinyvllm.ops.registry import op_def
 from tinyvllm.ops.row_params import ROW_WORDS, as_row_params, as_words, new_row_params
-from tinyvllm.ops.sample import gumbel_noise, philox4x32
+from tinyvllm.ops.sample import SHARED_BYTES, gumbel_noise, philox4x32
+from tinyvllm.ops.token_filter import smallest_left
 from tinyvllm.util import DType
 
 
@@ -20,21 +23,27 @@ def program(V: int, filtered: bool = False) -> Program:
     p.buffer("sample_positions", ("S",), DType.I32, INPUT)
     p.buffer("row_params", ("SLOTS", ROW_WORDS), DType.I32, STATE)
     names = ["logits", "sample_slots", "sample_positions", "row_params"]
-    if filtered:
-        names.append(p.buffer("min_logit", ("S",), DType.F32, INPUT))
-    p.emit("sample", "tokens", **{n: n for n in names}, out_kind=OUTPUT)
+    p.emit("sample", "tokens", **{n: n for n in names}, filtered=filtered, out_kind=OUTPUT)
     return p
 
 
-def case(logits: np.ndarray, temperatures, seed: int = 0):
-    """(dims, arrays); the rows use slots in another order, with random seeds and positions."""
+def case(logits: np.ndarray, settings, seed: int = 0, padding=()):
+    """(dims, arrays); the rows use slots in another order, with random seeds and positions.
+
+    Row s has settings[s % len]: a temperature, or that with top_k, top_p and min_p. Rows in
+    `padding` have slot -1.
+    """
     rng = np.random.default_rng(seed)
     S, slots = len(logits), len(logits) + 2
     sample_slots = rng.permutation(slots)[:S].astype(np.int32)
     rows = new_row_params(slots)
     rows["temperature"] = np.nan
-    rows["temperature"][sample_slots] = temperatures
+    for s, slot in enumerate(sample_slots):
+        chosen = np.atleast_1d(settings[s % len(settings)])
+        for name, value in zip(("temperature", "top_k", "top_p", "min_p"), chosen, strict=False):
+            rows[name][slot] = value
     rows["seed"] = rng.integers(0, 2**32, (slots, 2))
+    sample_slots[list(padding)] = -1
     return {"S": S, "SLOTS": slots}, {
         "logits": logits.astype(np.float32),
         "sample_slots": sample_slots,
@@ -43,8 +52,8 @@ def case(logits: np.ndarray, temperatures, seed: int = 0):
     }
 
 
-def sample(logits: np.ndarray, temperatures, seed: int = 0) -> list[int]:
-    dims, arrays = case(logits, temperatures, seed)
+def sample(logits: np.ndarray, temperature: float, seed: int = 0) -> list[int]:
+    dims, arrays = case(logits, [temperature], seed)
     return run_numpy(program(logits.shape[1]), dims, arrays)["tokens"].tolist()
 
 
@@ -125,36 +134,23 @@ def test_tiny_and_huge_temperatures_overflow_nothing():
     assert set(sample(logits, 1e6)) == {0, 1, 2}, "uniform in the limit"
 
 
-def filtered_case(V: int):
-    """Four rows of V logits, of which 3, 1, all and none are allowed; two rows are padding."""
-    rng = np.random.default_rng(5)
-    logits = rng.standard_normal((6, V))
-    dims, arrays = case(logits, 1.0)
-    arrays["sample_slots"][[1, 4]] = -1
-    sorted_logits = np.sort(arrays["logits"], axis=1)
-    arrays["min_logit"] = np.array([-np.inf] * 6, np.float32)
-    arrays["min_logit"][0] = sorted_logits[0, -min(3, V)]
-    arrays["min_logit"][2] = sorted_logits[2, -1]
-    arrays["min_logit"][5] = np.inf
-    return dims, arrays
-
-
-def check_filtered(arrays, tokens) -> None:
-    logits = arrays["logits"]
-    assert tokens[[1, 4, 5]].tolist() == [0, 0, 0]
-    assert logits[0, tokens[0]] >= arrays["min_logit"][0]
-    assert tokens[2] == logits[2].argmax()
-
-
-def test_logits_below_the_smallest_allowed_are_never_chosen():
-    dims, arrays = filtered_case(40)
-    chosen = set()
-    for position in range(200):
-        arrays["sample_positions"][:] = position
-        tokens = run_numpy(program(40, filtered=True), dims, arrays)["tokens"]
-        check_filtered(arrays, tokens)
-        chosen.add(int(tokens[0]))
-    assert len(chosen) == 3
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [((0.8, 3, 1.0, 0.0), 3), ((1.5, 0, 0.6, 0.0), None), ((1.0, 0, 1.0, 0.2), None)],
+)
+def test_draws_follow_the_softmax_of_what_is_left(settings, left):
+    logits = np.array([0.0, 1.0, -1.0, 2.0, 1.5, -3.0])
+    dims, arrays = case(np.tile(logits, (4000, 1)), [settings])
+    draws = run_numpy(program(6, filtered=True), dims, arrays)["tokens"]
+    kept, margin = left_by_sorting(logits.astype(np.float32), *settings)
+    assert margin > 1e-3 and (left is None or len(kept) == left) and 1 < len(kept) < 6
+    index = sorted(kept)
+    weights = np.exp(logits[index] / settings[0])
+    expected = weights / weights.sum() * len(draws)
+    counts = np.bincount(draws, minlength=6)
+    assert counts.sum() == counts[index].sum(), "nothing else is drawn"
+    chi2 = ((counts[index] - expected) ** 2 / expected).sum()
+    assert chi2 < 18.5  # 4 degrees of freedom at the most: once in a thousand seeds
 
 
 def test_a_row_draws_the_same_token_in_any_batch():
@@ -169,7 +165,8 @@ def test_a_row_draws_the_same_token_in_any_batch():
         assert run_numpy(program(301), {**dims, "S": 1}, one)["tokens"] == together[s : s + 1]
 
 
-def test_scratch_holds_a_candidate_for_every_chunk():
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_a_row_is_shared_out_and_staged_where_that_is_possible(arch):
     def operands(S, V):
         i32 = DeviceArray(0, (S,), DType.I32)
         return Operands(
@@ -177,67 +174,131 @@ def test_scratch_holds_a_candidate_for_every_chunk():
             sample_slots=i32,
             sample_positions=i32,
             row_params=i32,
-            min_logit=None,
             tokens=i32,
-            scratch=64,
+            filtered=True,
         )
 
-    op = op_def("sample")
-    chunk, merge = op.launches(operands(3, 49153), None)
-    assert chunk.grid == (25, 3, 1) and merge.grid == (3, 1, 1)
-    assert op.scratch(operands(3, 49153), None) == 3 * 25 * 8
-    assert chunk.spec.template_args == ("false", "false")  # 49153 is odd: rows are not aligned
-    assert op.launches(operands(0, 49153), None) == []
+    op, info = op_def("sample"), DEVICES[arch]
+    (launch,) = op.launches(operands(3, 49153), info)
+    blocks = 1 if arch == "sm_80" else 8
+    assert launch.cluster == blocks and launch.grid == (blocks, 3, 1)
+    chunk = launch.args[-1]
+    assert chunk % 4 == 0 and 49153 <= chunk * blocks < 49153 + 4 * blocks
+    aligned, filtered, threads, _, staged = launch.spec.template_args
+    assert (aligned, filtered, int(threads)) == ("false", "true", launch.block)
+    # 192 KiB do not fit a block of any GPU here; an eighth of them does.
+    assert staged == ("false" if blocks == 1 else "true")
+    assert launch.smem == SHARED_BYTES + (4 * chunk if blocks > 1 else 0)
+    (long,) = op.launches(operands(3, 1 << 20), info)
+    assert long.spec.template_args[-1] == "false" and long.smem == SHARED_BYTES
+    assert op.launches(operands(0, 49153), info) == []
+
+
+def race(arrays, s, filtered):
+    """What a row's tokens race with, in float32: -inf for those that may not win."""
+    params = as_row_params(arrays["row_params"])[arrays["sample_slots"][s]]
+    row = arrays["logits"][s]
+    left = row >= (smallest_left(row, params) if filtered else -np.inf)
+    if params["temperature"] > 0:
+        position = int(arrays["sample_positions"][s])
+        row = row + params["temperature"] * gumbel_noise(params["seed"], position, row.size)
+    return np.where(left, row, -np.inf), params["temperature"]
+
+
+def check_tokens(arrays, tokens, filtered=False) -> int:
+    """Compares the tokens with the reference, except where logarithms that differ in their last
+    bits may decide; returns how many rows were compared."""
+    compared = 0
+    for s, slot in enumerate(arrays["sample_slots"]):
+        if slot < 0:
+            assert tokens[s] == 0
+            continue
+        row, temperature = race(arrays, s, filtered)
+        best = np.sort(row)[-2:]
+        if best[-1] == -np.inf:
+            assert tokens[s] == 0
+        elif temperature == 0 or best[-1] - best[0] > 1e-3 * max(1, temperature) or row.size == 1:
+            assert tokens[s] == row.argmax(), (s, as_row_params(arrays["row_params"])[slot])
+            compared += 1
+    return compared
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("S", "V"), [(1, 1), (3, 7), (5, 2048), (17, 49153), (4, 128256)])
+@pytest.mark.parametrize(("S", "V"), [(1, 1), (3, 7), (5, 2048), (17, 49153), (40, 128256)])
 def test_kernel(device, S, V):
-    rng = np.random.default_rng(V)
-    logits = rng.standard_normal((S, V), np.float32) * 3
-    temperatures = np.array([0.0, 1.0, 0.3, 5.0])[np.arange(S) % 4]
-    dims, arrays = case(logits, temperatures)
-    want = run_numpy(program(V), dims, arrays)["tokens"]
+    logits = np.random.default_rng(V).standard_normal((S, V), np.float32) * 3
+    dims, arrays = case(logits, [0.0, 1.0, 0.3, 5.0])
     got = run_cuda(device, program(V), dims, arrays, limits={"S": S + 3})["tokens"]
     again = run_cuda(device, program(V), dims, arrays)["tokens"]
     np.testing.assert_array_equal(got, again)
-    compared = 0
-    for s, slot in enumerate(arrays["sample_slots"]):
-        row = logits[s]
-        if temperatures[s] > 0:  # logarithms may differ in their last bits
-            params = as_row_params(arrays["row_params"])[slot]
-            noise = gumbel_noise(params["seed"], int(arrays["sample_positions"][s]), V)
-            row = row + params["temperature"] * noise
-        best = np.sort(row)[-2:]
-        if temperatures[s] == 0 or V == 1 or best[1] - best[0] > 1e-3 * max(1, temperatures[s]):
-            assert got[s] == want[s], (s, temperatures[s])
-            compared += 1
-    assert compared > S / 2
+    assert check_tokens(arrays, got) > S / 2
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("columns", [9, 4096 + 12])
-def test_kernel_on_special_values(device, columns):
+def test_kernel_on_special_values(device, columns, filtered):
     rows, tokens = special_rows()
     wide = np.full((len(rows), columns), np.nan)
     wide[:, :9] = rows
-    dims, arrays = case(wide, 0.0)
-    assert run_cuda(device, program(columns), dims, arrays)["tokens"].tolist() == tokens
+    dims, arrays = case(wide, [0.0])
+    got = run_cuda(device, program(columns, filtered), dims, arrays)["tokens"]
+    assert got.tolist() == tokens
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("V", [1, 17, 4099, 8192])
-def test_kernel_with_a_smallest_logit(device, V):
-    dims, arrays = filtered_case(V)
-    want = run_numpy(program(V, filtered=True), dims, arrays)["tokens"]
-    got = run_cuda(device, program(V, filtered=True), dims, arrays, limits={"S": 9})["tokens"]
-    check_filtered(arrays, got)
-    np.testing.assert_array_equal(got, want)  # the best two are far apart for this seed
+@pytest.mark.parametrize("V", [1, 17, 4100, 49153, 128256])
+def test_filtered_kernel(device, V):
+    S = 3 * len(SETTINGS)
+    dims, arrays = case(random_logits(S, V, seed=V), SETTINGS, padding=(2, 5))
+    got = run_cuda(device, program(V, filtered=True), dims, arrays, limits={"S": S + 3})["tokens"]
+    assert check_tokens(arrays, got, filtered=True) > S / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (8.0, 6, 1.0, 0.0),  # temperature, top_k, top_p, min_p
+        (8.0, 0, 0.006, 0.0),
+        (8.0, 0, 1.0, 0.75),
+        (8.0, 30, 0.3, 0.5),
+        (8.0, 2100, 0.006, 0.0),  # more than are kept aside
+    ],
+)
+def test_kernel_draws_all_that_is_left_and_nothing_else(device, settings):
+    """At a high temperature, so that few draws hit each token that is left, the last one too."""
+    logits = np.random.default_rng(3).standard_normal(2500).astype(np.float32) * 2
+    kept, margin = left_by_sorting(logits, *settings)
+    assert margin > 1e-6 and 4 < len(kept) < 40
+    dims, arrays = case(np.tile(logits, (600, 1)), [settings])
+    draws = run_cuda(device, program(2500, filtered=True), dims, arrays)["tokens"]
+    assert set(draws.tolist()) == kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings", [(1.0, 50, 0.9, 0.01), (1e-38, 0, 0.5, 0.0), (9.0, 3000, 0.5, 0.5)]
+)
+def test_filtered_kernel_on_flat_and_steep_rows(device, settings):
+    V = 49153
+    rows = np.zeros((7, V))
+    rows[1] = np.linspace(-40, 40, V)
+    rows[2, 77] = 1e30
+    rows[3] = -np.inf
+    rows[4] = np.nan
+    rows[5] = np.nan
+    rows[5, V - 1] = -3.4e38
+    rows[6] = np.arange(V) % 7  # more equal ones than are kept aside
+    dims, arrays = case(rows, [settings])
+    got = run_cuda(device, program(V, filtered=True), dims, arrays)["tokens"]
+    assert got[[2, 3, 4, 5]].tolist() == [77, 0, 0, V - 1]
+    assert check_tokens(arrays, got, filtered=True) >= 3
 
 
 @pytest.mark.gpu
 def test_kernel_at_tiny_temperatures(device):
     logits = np.tile(np.array([3.0, -2.0, 2.99, np.nan, -np.inf]), (40, 1))
     for scale, temperature in ((1, 1e-38), (1e38, 1e-30)):
-        dims, arrays = case(logits * scale, temperature)
+        dims, arrays = case(logits * scale, [temperature])
         assert set(run_cuda(device, program(5), dims, arrays)["tokens"].tolist()) == {0}
