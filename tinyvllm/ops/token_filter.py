@@ -62,7 +62,9 @@ def integer_weights(logits: np.ndarray, temperature: np.float32) -> np.ndarray:
     np.maximum(exponent, LEAST, out=exponent)
     whole = np.rint(exponent)
     power = power_of_two(np.rint((exponent - whole) * np.float32(2**20)) / np.float32(2**20))
-    return power << np.uint64(WEIGHT_BITS - 22) >> (-whole).astype(np.uint64)
+    weights: np.ndarray = power << np.uint64(WEIGHT_BITS - 22)
+    weights >>= (-whole).astype(np.uint64)
+    return weights
 
 
 def power_of_two(part: np.ndarray) -> np.ndarray:
@@ -75,4 +77,5 @@ def power_of_two(part: np.ndarray) -> np.ndarray:
     for coefficient in SLOPE[-2::-1]:
         slope = (slope * part + np.float64(coefficient)).astype(np.float32)
     shifted = (slope * part + 3.0).astype(np.float32)  # 2 + 2^part, within [2, 4)
-    return (shifted.view(np.uint32) - np.uint32(0x40000000)).astype(np.uint64)
+    power: np.ndarray = shifted.view(np.uint32) - np.uint32(0x40000000)
+    return power.astype(np.uint64)
