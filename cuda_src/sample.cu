@@ -56,31 +56,43 @@ struct alignas(16) Shared {
 };
 static_assert(sizeof(Shared) == 8752, "SHARED_BYTES in tinyvllm/ops/sample.py");
 
+// Places for a part's logits: as many for each thread.
+__device__ __forceinline__ i32 padded(i32 chunk, int threads) {
+  return ceil_div(chunk, threads * 4) * threads * 4;
+}
+
 // One block's share of a row, and how it talks to the others.
 template <bool ALIGNED, int THREADS, int CLUSTER, bool STAGED> struct Part {
   static constexpr int kThreads = THREADS, kWarps = THREADS / kWarpSize, kBlocks = CLUSTER;
   Shared& shared;
   const float* row;     // in global memory
-  const float* staged;  // logits begin ... begin + chunk of it; NaN beyond the vocabulary
+  const float* staged;  // logits begin ... begin + chunk of it, then NaN
   i32 begin, chunk, vocab;
   int turn;
 
-  __device__ __forceinline__ Vec<float, 4> load(i32 i) const {
-    if (i >= chunk) return {CUDART_NAN_F, CUDART_NAN_F, CUDART_NAN_F, CUDART_NAN_F};
-    if constexpr (STAGED) return *reinterpret_cast<const Vec<float, 4>*>(staged + i);
-    return load_logits<ALIGNED>(row, begin + i, vocab);
-  }
-
-  // Calls f(four logits, the first one's index) for all of the part, all threads of a warp at once.
+  // Calls f(four logits, the first one's index) for all of the part, all threads of a warp at once;
+  // behind the part come NaN.
   template <typename F> __device__ __forceinline__ void for_each(F f) const {
     i32 i = threadIdx.x * 4;
-    Vec<float, 4> next = load(i);
+    if constexpr (STAGED) {
 #pragma unroll 1
-    for (; i - static_cast<i32>(threadIdx.x) * 4 < chunk; i += THREADS * 4) {
-      const Vec<float, 4> values = next;
-      next = load(i + THREADS * 4);
-      f(values, begin + i);
+      for (; i < padded(chunk, THREADS); i += THREADS * 4) {
+        f(*reinterpret_cast<const Vec<float, 4>*>(staged + i), begin + i);
+      }
+    } else {
+      Vec<float, 4> next = load(i);
+#pragma unroll 1
+      for (; i < padded(chunk, THREADS); i += THREADS * 4) {
+        const Vec<float, 4> values = next;
+        next = load(i + THREADS * 4);
+        f(values, begin + i);
+      }
     }
+  }
+
+  // Logits i ... i + 3 of the part, from global memory.
+  __device__ __forceinline__ Vec<float, 4> load(i32 i) const {
+    return load_logits<ALIGNED>(row, i < chunk ? begin + i : vocab, vocab);
   }
 
   __device__ __forceinline__ void sync() const {
@@ -133,7 +145,7 @@ __device__ __forceinline__ float largest(const Vec<float, 4>& x) {
   return fmaxf(fmaxf(x.v[0], x.v[1]), fmaxf(x.v[2], x.v[3]));
 }
 
-constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }
+__host__ __device__ constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }
 
 // The k-th largest of n keys in shared memory, in every thread: the largest number that at least k
 // of them reach, and so 0 if n < k. Only its bits from `last_shift` up are found, the rest is 0.
@@ -210,37 +222,39 @@ __device__ __forceinline__ u32 kth_of_row(PartT& part, int k, float thread_best)
 template <typename PartT, typename Weigh>
 __device__ __forceinline__ Candidate winner(PartT& part, float lowest, float temperature,
                                             uint2 seed, u32 position, u64 floor, Weigh weight) {
-  const float spread = temperature * 0.693155f;  // ln 2, and a little
+  // With noise a logit is at most logit + most - spread * log2 of its word: ln 2, and a little.
+  const float spread = temperature * 0.693155f, most = spread * 32.0001f;
+  const PhiloxKeys keys = philox_keys(seed);
   Candidate best = no_candidate();
-  float bar = -CUDART_INF_F;  // the warp's best: less can't win
-  part.for_each([&](const Vec<float, 4>& values, i32 index) {
-    const float reach = fmaxf(lowest, __fmaf_rd(-kMaxGumbel, temperature, bar));
+  float reach = lowest;          // a smaller logit can't win
+  float bar = -CUDART_INF_F;     // nor one that is at most this + most
+  part.for_each([&](const Vec<float, 4>& values, u32 index) {
     if (!__any_sync(kFullMask, largest(values) >= reach)) return;
     u32 word[4] = {};
-    float bound[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bound[i] = values.v[i] >= lowest ? values.v[i] : CUDART_NAN_F;
+    Vec<float, 4> bound = values;
     if (temperature > 0.0f) {
-      const uint4 words = philox4x32(make_uint4(index / 4, position, 0, 0), seed);
+      const uint4 words = philox4x32(make_uint4(index / 4, position, 0, 0), keys);
       word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) bound[i] = fmaf(spread, gumbel_bound(word[i]), bound[i]);
+      for (int i = 0; i < 4; ++i) bound.v[i] = fmaf(-spread, log2_of_word(word[i]), bound.v[i]);
+      if (!__any_sync(kFullMask, largest(bound) >= bar)) return;
     }
-    if (!__any_sync(kFullMask, fmaxf(fmaxf(bound[0], bound[1]), fmaxf(bound[2], bound[3])) >= bar))
-      return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (!(bound[i] >= fmaxf(bar, best.value))) continue;
+      if (!(values.v[i] >= lowest && bound.v[i] >= bar)) continue;
       float value = values.v[i];
       if (temperature > 0.0f) {
         value = __fadd_rn(value, __fmul_rn(temperature, gumbel(word[i])));
       }
-      const Candidate candidate{value, index + i};
+      const Candidate candidate{value, static_cast<i32>(index) + i};
       if (before(candidate, best) && (floor == 0 || weight(values.v[i]) >= floor)) {
         best = candidate;
       }
     }
     bar = warp_max(best.value);
+    reach = fmaxf(lowest, __fmaf_rd(-kMaxGumbel, temperature, bar));
+    // Rounded down, and by more than the roundings of the bound and of the sum.
+    if (temperature > 0.0f) bar = __fmaf_rd(fabsf(bar), -0x1p-22f, __fsub_rd(bar, most));
   });
   best = over_block(best, no_candidate(), part.shared.candidates, warp_best);
   return part.exchange(best, no_candidate(), &Shared::Message::candidate, warp_best);
@@ -259,14 +273,14 @@ __global__ void __launch_bounds__(THREADS, CLUSTER > 1 ? 3 : 1)
   const i32 begin = blockIdx.x * chunk;
   Part<ALIGNED, THREADS, CLUSTER, STAGED> part{shared, logits + s * vocab, staged, begin, chunk, vocab, 0};
   if constexpr (STAGED) {
+    const i32 whole = ALIGNED ? min(chunk, max(0, vocab - begin)) : 0;
 #pragma unroll 4
-    for (i32 i = threadIdx.x * 4; i < chunk; i += THREADS * 4) {
-      if (ALIGNED && begin + i < vocab) {
-        cp_async_16(smem_address(staged + i), part.row + begin + i);
-      } else {
-        *reinterpret_cast<Vec<float, 4>*>(staged + i) =
-            load_logits<ALIGNED>(part.row, begin + i, vocab);
-      }
+    for (i32 i = threadIdx.x * 4; i < whole; i += THREADS * 4) {
+      cp_async_16(smem_address(staged + i), part.row + begin + i);
+    }
+#pragma unroll 4
+    for (i32 i = whole + threadIdx.x * 4; i < padded(chunk, THREADS); i += THREADS * 4) {
+      *reinterpret_cast<Vec<float, 4>*>(staged + i) = part.load(i);
     }
     cp_async_commit();
   }

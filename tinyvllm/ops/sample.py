@@ -71,10 +71,9 @@ class Sample(OpDef):
         S, V = a.logits.shape
         if S == 0:
             return []
-        clusters = device.compute_capability >= (9, 0)
-        threads, cluster = (CLUSTER_THREADS, CLUSTER) if clusters else (ROW_THREADS, 1)
+        threads, cluster = (CLUSTER_THREADS, CLUSTER) if has_clusters(device) else (ROW_THREADS, 1)
         chunk = align_up(ceil_div(V, cluster), 4)
-        smem = SHARED_BYTES + 4 * chunk
+        smem = SHARED_BYTES + 4 * align_up(chunk, 4 * threads)
         staged = smem <= device.smem_per_block
         aligned = V % 4 == 0 and a.logits.ptr % 16 == 0
         return [
@@ -95,6 +94,11 @@ class Sample(OpDef):
 
     def cost(self, a: Operands) -> Cost:
         return Cost(nbytes(a.logits, a.tokens))
+
+
+def has_clusters(device: DeviceInfo) -> bool:
+    """Whether blocks of a cluster reach each other's shared memory."""
+    return device.compute_capability >= (9, 0)
 
 
 def gumbel_noise(seed: np.ndarray, position: int, count: int) -> np.ndarray:
