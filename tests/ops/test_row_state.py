@@ -158,7 +158,8 @@ def test_launches_cover_the_longest_of_the_sizes():
     def grid(T, R, S):
         op, sizes = op_def("step_inputs"), {"T": T, "R": R, "R1": R + 1, "S": S, "SLOTS": 9}
         shapes = {**op.reads, **op.writes}
-        a = Operands(**{n: DeviceArray(0, (sizes[shapes[n][0]],), I32) for n in shapes})
+        arrays = {n: DeviceArray(0, (sizes[shapes[n][0]],), I32) for n in shapes}
+        a = Operands(**arrays, dims={"D": 0})
         return [launch.grid[0] for launch in op.launches(a, None)]
 
     assert grid(0, 0, 0) == []
