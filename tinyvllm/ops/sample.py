@@ -9,19 +9,18 @@ from tinyvllm.ops.arrays import nbytes
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.row_params import ROW_WORDS, as_row_params
 from tinyvllm.ops.token_filter import smallest_left
-from tinyvllm.util import DType, align_up, ceil_div
+from tinyvllm.util import DType, ceil_div
 
 SAMPLE = Kernel(
     "sample.cu",
     "sample_kernel",
-    "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr tokens, i32 vocab, "
-    "i32 chunk",
+    "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr tokens, i32 vocab",
     pdl=True,
 )
 # Threads of a block and blocks of a row, with clusters and without.
 CLUSTER_THREADS, CLUSTER = 256, 8
 ROW_THREADS = 1024
-SHARED_BYTES = 8752  # of the struct Shared in sample.cu; the staged logits follow
+SHARED_BYTES = 9168  # of the struct Shared in sample.cu; the staged logits follow
 
 
 class Sample(OpDef):
@@ -72,8 +71,7 @@ class Sample(OpDef):
         if S == 0:
             return []
         threads, cluster = (CLUSTER_THREADS, CLUSTER) if has_clusters(device) else (ROW_THREADS, 1)
-        chunk = align_up(ceil_div(V, cluster), 4)
-        smem = SHARED_BYTES + 4 * align_up(chunk, 4 * threads)
+        smem = SHARED_BYTES + staged_bytes(V, threads, cluster)
         staged = smem <= device.smem_per_block
         aligned = V % 4 == 0 and a.logits.ptr % 16 == 0
         return [
@@ -88,12 +86,16 @@ class Sample(OpDef):
                 row_params=a.row_params.ptr,
                 tokens=a.tokens.ptr,
                 vocab=V,
-                chunk=chunk,
             )
         ]
 
     def cost(self, a: Operands) -> Cost:
         return Cost(nbytes(a.logits, a.tokens))
+
+
+def staged_bytes(vocab: int, threads: int, cluster: int) -> int:
+    """Shared memory for a block's logits: it has four for each thread of every tile."""
+    return 16 * threads * ceil_div(vocab, 4 * threads * cluster)
 
 
 def has_clusters(device: DeviceInfo) -> bool:
