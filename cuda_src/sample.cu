@@ -341,7 +341,7 @@ __device__ __forceinline__ i32 draw_kept(PartT& part, int n, int k, float p, u64
 }
 
 template <bool ALIGNED, bool FILTERED, int THREADS, int CLUSTER, bool STAGED>
-__global__ void __launch_bounds__(THREADS, CLUSTER > 1 ? 3 : 1)
+__global__ void __launch_bounds__(THREADS, CLUSTER > 1 && THREADS <= 256 ? 3 : 1)
     sample_kernel(const float* logits, const i32* sample_slots, const i32* sample_positions,
                   const RowParams* row_params, i32* tokens, i32 vocab) {
   start_next();
