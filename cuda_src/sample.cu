@@ -16,218 +16,26 @@
 //
 // logits [S, vocab] float32 contiguous; parameters by slot (row_params.cuh).
 //
-// Work: a cluster of CLUSTER blocks a row, which deal out its tiles of 4 * THREADS logits in turn. Each
-// copies its logits to shared memory once (STAGED) and goes through them as often as needed. Noise
-// is bounded first: logarithms are computed only for what may beat the warp's best, random words
-// only where a group of logits may.
+// Work: a cluster of CLUSTER blocks a row, which deal out its tiles of 4 * THREADS logits in turn.
+// Few rows are read once, into shared memory, where all passes over them are; with many, fewer and
+// longer blocks are faster, though they read their row again in each pass. Noise is bounded first:
+// logarithms are computed only for what may beat the warp's best, random words only where a group
+// of logits may.
 //   Few may be left: the j-th largest of the threads' maxima, k <= j * CLUSTER, bounds the k-th
 //   largest from below in each block, so also the least of these; min_p bounds by the best. What
 //   reaches the bound goes to the first block, which ranks it, sums it and draws from it alone.
 //   Else the k-th largest is found bit by bit, and no threshold is searched for top_p: if too much
 //   lies above the winner, it is not left, and nor is anything below it: the winner among those
 //   above is next.
-// Bound: S * vocab * 4 bytes read, once.
-#include "cluster.cuh"
-#include "logits.cuh"
-#include "mma.cuh"
+// Bound: S * vocab * 4 bytes read, once; with noise for all, also instructions: 20 a logit.
+#include "kth_largest.cuh"
 #include "philox.cuh"
-#include "reduce.cuh"
 #include "row_params.cuh"
+#include "row_part.cuh"
 #include "token_weight.cuh"
 
-constexpr int kMaxKept = 512;
 // top_p alone: what weighs less than 2^-kDepth of the best is hoped to lie outside of it.
 constexpr float kDepth = 10.0f;
-
-// A logit that may be left.
-struct alignas(16) Kept {
-  u64 weight;
-  u32 key;
-  i32 index;
-};
-
-// Sums of weights: of all logits left by min_p and top_k, and of those of them above the winner.
-struct Sums {
-  u64 all, above;
-};
-
-// A block's weights: of all that min_p leaves (with top_p alone), of those kept, and their number.
-struct alignas(8) Share {
-  u64 all, kept;
-  i32 count;
-};
-
-struct alignas(16) Shared {
-  union {
-    u32 maxima[1024];     // of the threads
-    Kept kept[kMaxKept];  // in the first block: a part for each block
-  };
-  Share shares[kMaxCluster];
-  union {
-    Candidate candidates[kMaxWarps];
-    Sums sums[kMaxWarps];
-    u32 keys[kMaxWarps];
-  };
-  union Message {  // from each block; they take turns
-    Candidate candidates[kMaxCluster];
-    Sums sums[kMaxCluster];
-    uint2 keys[kMaxCluster];
-  } messages[2];
-  i32 num_kept;
-};
-static_assert(sizeof(Shared) == 9168, "SHARED_BYTES in tinyvllm/ops/sample.py");
-
-// One block's share of a row, and how it talks to the others.
-template <bool ALIGNED, int THREADS, int CLUSTER, bool STAGED> struct Part {
-  static constexpr int kThreads = THREADS, kWarps = THREADS / kWarpSize, kBlocks = CLUSTER;
-  static constexpr int kTile = 4 * THREADS, kStride = CLUSTER * kTile;
-  Shared& shared;
-  const float* row;  // in global memory
-  float* staged;     // tiles of the row one after the other, NaN behind its end
-  i32 begin, vocab;  // of this thread's first four logits
-  int turn;
-
-  // Calls f(four logits, the first one's index) for all of the part, all threads of a warp at once;
-  // behind the row come NaN.
-  template <int UNROLL = 1, typename F> __device__ __forceinline__ void for_each(F f) const {
-    const i32 last = vocab - 1 + begin;  // as many for all
-    if constexpr (STAGED) {
-      const float* x = staged + threadIdx.x * 4;
-#pragma unroll UNROLL
-      for (i32 i = begin; i <= last; i += kStride, x += kTile) {
-        f(*reinterpret_cast<const Vec<float, 4>*>(x), i);
-      }
-    } else {
-      Vec<float, 4> next = load(begin);
-#pragma unroll 1
-      for (i32 i = begin; i <= last; i += kStride) {
-        const Vec<float, 4> values = next;
-        next = load(i + kStride);
-        f(values, i);
-      }
-    }
-  }
-
-  __device__ __forceinline__ Vec<float, 4> load(i32 i) const {
-    return load_logits<ALIGNED>(row, i, vocab);
-  }
-
-  // Begins to copy the part to shared memory.
-  __device__ __forceinline__ void stage() const {
-    const i32 last = vocab - 1 + begin;
-    float* x = staged + threadIdx.x * 4;
-#pragma unroll 4
-    for (i32 i = begin; i <= last; i += kStride, x += kTile) {
-      if (ALIGNED && i < vocab) {
-        cp_async_16(smem_address(x), row + i);
-      } else {
-        *reinterpret_cast<Vec<float, 4>*>(x) = load(i);
-      }
-    }
-    cp_async_commit();
-  }
-
-  __device__ __forceinline__ void sync() const {
-    if constexpr (CLUSTER > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
-  }
-
-  // What the blocks say, one value each, combined in every thread. combine(x of this lane) is a
-  // reduction over a warp in which lane i has the value of block i, and the others `none`.
-  template <typename T, typename Combine>
-  __device__ __forceinline__ T exchange(T mine, T none, T (Shared::Message::*field)[kMaxCluster],
-                                        Combine combine) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x < CLUSTER) {
-      (at_rank(&shared, lane)->messages[turn].*field)[blockIdx.x] = mine;
-    }
-    sync();
-    const T value = lane < CLUSTER ? (shared.messages[turn].*field)[lane] : none;
-    turn ^= 1;
-    return combine(value);
-  }
-};
-
-__device__ __forceinline__ u32 warp_max_key(u32 x) { return __reduce_max_sync(kFullMask, x); }
-__device__ __forceinline__ u32 warp_min_key(u32 x) { return __reduce_min_sync(kFullMask, x); }
-
-__device__ __forceinline__ u64 warp_sum_u64(u64 x) {
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    x += __shfl_xor_sync(kFullMask, x, offset);
-  }
-  return x;
-}
-
-__device__ __forceinline__ Sums warp_sums(Sums x) {
-  return {warp_sum_u64(x.all), warp_sum_u64(x.above)};
-}
-
-// A warp's reduction, over the block; the rules of block_sum in reduce.cuh.
-template <typename T, typename Combine>
-__device__ __forceinline__ T over_block(T x, T none, T* scratch, Combine combine) {
-  const int lane = threadIdx.x % kWarpSize;
-  x = combine(x);
-  __syncthreads();
-  if (lane == 0) scratch[threadIdx.x / kWarpSize] = x;
-  __syncthreads();
-  return combine(lane < blockDim.x / kWarpSize ? scratch[lane] : none);
-}
-
-__device__ __forceinline__ float largest(const Vec<float, 4>& x) {
-  return fmaxf(fmaxf(x.v[0], x.v[1]), fmaxf(x.v[2], x.v[3]));
-}
-
-__host__ __device__ constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }
-
-// A lower bound of the k-th largest of n keys in shared memory, in every thread: the largest number
-// with its last kShift bits 0 that at least k of them reach. Each warp tries another value of the
-// next bits.
-template <int kWarps, int kShift>
-__device__ __forceinline__ u32 kth_largest(const u32* keys, int n, int k) {
-  constexpr int kBits = log2_of(kWarps);
-  const int lane = threadIdx.x % kWarpSize, step = threadIdx.x / kWarpSize + 1;
-  u32 found = 0;
-#pragma unroll 1
-  for (int shift = 32 - kBits;; shift = max(shift - kBits, kShift)) {
-    const u32 tried = found + (static_cast<u32>(step) << shift);
-    int count = 0;
-    if (step < kWarps) {
-#pragma unroll 4
-      for (int i = lane; i < n; i += kWarpSize) count += keys[i] >= tried;
-      count = warp_sum(count);
-    }
-    found += static_cast<u32>(__syncthreads_count(lane == 0 && step < kWarps && count >= k))
-             << shift;
-    if (shift == kShift) return found;
-  }
-}
-
-// The key of the k-th largest logit of the row, or one that all reach if there are fewer.
-template <typename PartT> __device__ __forceinline__ u32 kth_of_row(PartT& part, int k) {
-  u32 found = 0;
-#pragma unroll 1
-  for (int shift = 30; shift >= 0; shift -= 2) {
-    float at_least[3];
-#pragma unroll
-    for (u32 i = 0; i < 3; ++i) at_least[i] = value_of(found + ((i + 1) << shift));
-    i32 counts[3] = {};
-    part.template for_each<2>([&](const Vec<float, 4>& values, i32) {
-#pragma unroll
-      for (int i = 0; i < 12; ++i) counts[i / 4] += values.v[i % 4] >= at_least[i / 4];
-    });
-    Sums sums = {static_cast<u64>(counts[0]) | static_cast<u64>(counts[1]) << 32,
-                 static_cast<u64>(counts[2])};
-    sums = over_block(sums, Sums{0, 0}, part.shared.sums, warp_sums);
-    sums = part.exchange(sums, Sums{0, 0}, &Shared::Message::sums, warp_sums);
-    const u32 step = (static_cast<u32>(sums.all) >= k) + (sums.all >> 32 >= k) + (sums.above >= k);
-    found += step << shift;
-  }
-  return found;
-}
 
 // The best logit with noise of those from `lowest` up that weigh at least `floor`.
 template <typename PartT, typename Weigh>
@@ -276,8 +84,8 @@ __device__ __forceinline__ float bound_of(float best, float scale, float floor_l
   return __fadd_rd(best, __fdiv_rd(floor_log2 - 0.01f, scale));
 }
 
-// Draws from the n logits kept in this block: of those the k largest, and of these what top_p leaves,
-// whose target is 0 if it is for those k.
+// Draws from the n logits kept in this block: of those the k largest, and of these what top_p
+// leaves, whose target is 0 if it is for those k.
 template <typename PartT>
 __device__ __forceinline__ i32 draw_kept(PartT& part, int n, int k, float p, u64 target,
                                          float temperature, uint2 seed, u32 position) {
@@ -340,25 +148,25 @@ __device__ __forceinline__ i32 draw_kept(PartT& part, int n, int k, float p, u64
   return block_best(best, shared.candidates).index;
 }
 
-template <bool ALIGNED, bool FILTERED, int THREADS, int CLUSTER, bool STAGED>
-__global__ void __launch_bounds__(THREADS, CLUSTER > 1 && THREADS <= 256 ? 3 : 1)
+template <bool ALIGNED, bool FILTERED, int THREADS, int CLUSTER, int TILES>
+__global__ void __launch_bounds__(THREADS, THREADS == 256 ? 3 : 1024 / THREADS)
     sample_kernel(const float* logits, const i32* sample_slots, const i32* sample_positions,
                   const RowParams* row_params, i32* tokens, i32 vocab) {
   start_next();
   wait_for_previous();
   extern __shared__ __align__(16) unsigned char smem[];
   Shared& shared = *reinterpret_cast<Shared*>(smem);
-  float* staged = reinterpret_cast<float*>(smem + sizeof(Shared));
+  float* staged = reinterpret_cast<float*>(smem + sizeof(Shared)) + threadIdx.x * 4;
   const i64 s = blockIdx.y;
-  Part<ALIGNED, THREADS, CLUSTER, STAGED> part{
+  RowPart<ALIGNED, THREADS, CLUSTER, TILES> part{
       shared, logits + s * vocab, staged, static_cast<i32>(blockIdx.x * THREADS + threadIdx.x) * 4,
       vocab,  0};
-  if constexpr (STAGED) part.stage();
+  if constexpr (TILES == 0) part.stage();
   if (threadIdx.x == 0) shared.num_kept = 0;
   part.sync();  // all blocks of the cluster run, so that their shared memory may be written
   const i32 slot = sample_slots[s];
   if (slot < 0) {  // in all blocks of the cluster
-    if (STAGED) cp_async_wait<0>();
+    if (TILES == 0) cp_async_wait<0>();
     if (blockIdx.x == 0 && threadIdx.x == 0) tokens[s] = 0;
     return;
   }
@@ -366,10 +174,7 @@ __global__ void __launch_bounds__(THREADS, CLUSTER > 1 && THREADS <= 256 ? 3 : 1
   const float temperature = params.temperature;
   const uint2 seed = make_uint2(params.seed[0], params.seed[1]);
   const u32 position = sample_positions[s];
-  if constexpr (STAGED) {
-    cp_async_wait<0>();
-    __syncthreads();
-  }
+  if constexpr (TILES == 0) cp_async_wait<0>();
 
   const int k = params.top_k;
   const float p = params.top_p, min_p = params.min_p;

@@ -17,10 +17,11 @@ SAMPLE = Kernel(
     "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr tokens, i32 vocab",
     pdl=True,
 )
-# Threads of a block and blocks of a row, with clusters and without.
-CLUSTER_THREADS, CLUSTER = 256, 8
-ROW_THREADS = 1024
-SHARED_BYTES = 9168  # of the struct Shared in sample.cu; the staged logits follow
+SHARED_BYTES = 9168  # of the struct Shared in row_part.cuh; logits follow
+# Up to as many rows a cluster shares out each: from there on, blocks that deal with a row of their
+# own are faster (docs/decode.md has the times).
+MAX_CLUSTER_ROWS = 32
+TILES = 4  # in shared memory at a time, where a block's logits don't all fit
 
 
 class Sample(OpDef):
@@ -70,15 +71,13 @@ class Sample(OpDef):
         S, V = a.logits.shape
         if S == 0:
             return []
-        threads, cluster = (CLUSTER_THREADS, CLUSTER) if has_clusters(device) else (ROW_THREADS, 1)
-        smem = SHARED_BYTES + staged_bytes(V, threads, cluster)
-        staged = smem <= device.smem_per_block
+        threads, cluster, tiles = shape(S, V, device)
         aligned = V % 4 == 0 and a.logits.ptr % 16 == 0
         return [
-            SAMPLE(aligned, a.filtered, threads, cluster, staged).launch(
+            SAMPLE(aligned, a.filtered, threads, cluster, tiles).launch(
                 (cluster, S),
                 threads,
-                smem=smem if staged else SHARED_BYTES,
+                smem=shared_bytes(V, threads, cluster, tiles),
                 cluster=cluster,
                 logits=a.logits.ptr,
                 sample_slots=a.sample_slots.ptr,
@@ -93,14 +92,18 @@ class Sample(OpDef):
         return Cost(nbytes(a.logits, a.tokens))
 
 
-def staged_bytes(vocab: int, threads: int, cluster: int) -> int:
-    """Shared memory for a block's logits: it has four for each thread of every tile."""
-    return 16 * threads * ceil_div(vocab, 4 * threads * cluster)
+def shape(rows: int, vocab: int, device: DeviceInfo) -> tuple[int, int, int]:
+    """How each row is dealt with: threads of a block, blocks of its cluster, and tiles of four
+    logits a thread that are in shared memory at a time, or 0 for all. No token depends on it."""
+    if device.compute_capability >= (9, 0) and rows <= MAX_CLUSTER_ROWS:
+        staged = shared_bytes(vocab, 256, 8, 0) <= device.smem_per_block
+        return 256, 8, 0 if staged else TILES
+    return 1024 if rows <= device.num_sms else 512, 1, TILES
 
 
-def has_clusters(device: DeviceInfo) -> bool:
-    """Whether blocks of a cluster reach each other's shared memory."""
-    return device.compute_capability >= (9, 0)
+def shared_bytes(vocab: int, threads: int, cluster: int, tiles: int) -> int:
+    """Shared memory of a block with such a share of a row."""
+    return SHARED_BYTES + 16 * threads * (tiles or ceil_div(vocab, 4 * threads * cluster))
 
 
 def gumbel_noise(seed: np.ndarray, position: int, count: int) -> np.ndarray:
