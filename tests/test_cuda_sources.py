@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "cuda_src"
 OPS = {path.stem for path in (ROOT / "tinyvllm" / "ops").glob("*.py")}
 # Kernels that are no op: the module that launches them.
-NO_OPS = {"doctor": "doctor.py"}  # checks an installation
+# One checks an installation, one is what a bench compares with.
+NO_OPS = {"doctor": "doctor.py", "read_pages": "bench/attention.py"}
 SCALARS = {
     "i32": {"int", "i32"},
     "u32": {"u32", "unsigned", "unsigned int"},
