@@ -10,12 +10,13 @@
 // With ALTERNATE each consumer has tiles of its own, of 64 * PARTS rows: one stores while another
 // multiplies.
 //
-// CLUSTER_M x CLUSTER_N neighbouring tiles are worked on by a cluster: each block loads a part of
-// what they have in common and sends it to all that need it. With SPLIT, a cluster of `split`
-// blocks shares out K of one tile instead, and adds up the sums at the end.
+// CLUSTER neighbouring tiles along M are worked on by a cluster: each block loads a part of the
+// weights that they have in common, for all of them. With SPLIT the `split` blocks of a cluster share
+// out K of the same tile, and add up the sums at the end.
 //
 // Bound: up to some 150 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
 #include "matmul_tile.cuh"
+#include "split_sum.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
@@ -205,14 +206,14 @@ template <typename T, typename Out, int BN, bool SILU> struct RowStore {
   }
 };
 
-// With 128 sums in each of their threads two consumers need more registers than there are for all;
-// the producer then is a whole warpgroup, as only such can hand over its share.
+// With about 100 sums in each of their threads two consumers need more registers than there are for
+// all; the producer then is a whole warpgroup, as only such can hand over its share.
 __host__ __device__ constexpr int producer_threads(int consumers, int sums, bool split) {
-  return consumers == 2 && sums >= 128 && !split ? 128 : 32;
+  return consumers == 2 && sums >= 96 && !split ? 128 : 32;
 }
 
-template <typename T, typename Out, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER_M,
-          int CLUSTER_N, bool ALTERNATE, bool SPLIT, bool SILU>
+template <typename T, typename Out, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER,
+          bool ALTERNATE, bool SPLIT, bool SILU>
 __global__ void __launch_bounds__(
     128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, SPLIT),
     PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
@@ -225,14 +226,11 @@ __global__ void __launch_bounds__(
   constexpr int kBM = 64 * PARTS * CONSUMERS / kTakers;
   constexpr int kProducers = producer_threads(CONSUMERS, PARTS * BN / 2, SPLIT);
   constexpr int kThreads = 128 * CONSUMERS + kProducers;
-  constexpr int kCluster = CLUSTER_M * CLUSTER_N;
   constexpr u32 kWeightBytes = BN * kTileK * sizeof(T);
   constexpr u32 kXBytes = kBM * kTileK * sizeof(T);
   constexpr u32 kStageBytes = kWeightBytes + kXBytes;
-  constexpr int kPitch = BN + 8;  // of a row of partial sums: a fragment's lanes hit all banks
   using Rows = RowStore<T, Out, BN, SILU>;
-  static_assert(!SPLIT || (!ALTERNATE && kCluster == 1));
-  static_assert(!SPLIT || kBM * kPitch * sizeof(float) <= STAGES * kStageBytes);
+  static_assert(!SPLIT || (!ALTERNATE && CLUSTER == 1));
 
   extern __shared__ __align__(1024) u8 shared[];  // stages: weight tile, x tile; then the rest
   const u32 stages = smem_address(shared);
@@ -240,15 +238,14 @@ __global__ void __launch_bounds__(
   const u32 full = buffers + 4 * CONSUMERS * Rows::kBytes;
   const u32 empty = full + 8 * STAGES;
   const u32 turn = empty + 8 * STAGES;
+  const u32 summed = turn + 8 * CONSUMERS;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
 
-  const int blocks = SPLIT ? split : kCluster;  // that work together
+  const int blocks = SPLIT ? split : CLUSTER;  // that work together
   const int rank = blockIdx.x % blocks;
-  const int rank_m = SPLIT ? 0 : rank % CLUSTER_M;
-  const int rank_n = SPLIT ? 0 : rank / CLUSTER_M;
-  const int tiles_m = ceil_div(M, kBM * CLUSTER_M);
-  const int tiles_n = ceil_div(N, BN * CLUSTER_N);
+  const int tiles_m = ceil_div(M, kBM * CLUSTER);
+  const int tiles_n = ceil_div(N, BN);
   const int k_tiles = ceil_div(K, kTileK);
   const int k_first = SPLIT ? k_tiles * rank / split : 0;
   const int k_last = SPLIT ? k_tiles * (rank + 1) / split : k_tiles;
@@ -258,37 +255,38 @@ __global__ void __launch_bounds__(
   Step step = tiles.step(blockIdx.x / blocks);
   const Step start = step;
 
-  const auto row_of = [&](const Step& at) { return (at.m * CLUSTER_M + rank_m) * kBM; };
-  const auto col_of = [&](const Step& at) { return (at.n * CLUSTER_N + rank_n) * BN; };
+  const auto row_of = [&](const Step& at) {
+    return (SPLIT ? at.m : at.m * CLUSTER + rank) * kBM;
+  };
+  // Weights that no other tile reads leave L2 first. Beside float32 results (logits) that is slower.
+  const u64 weight_policy =
+      tiles_m == 1 && sizeof(Out) == 2 ? evict_first_policy() : evict_normal_policy();
   const auto load_weight = [&](int s) {
-    constexpr int kShare = BN / CLUSTER_M;
-    const u32 dst = stages + s * kStageBytes + rank_m * (kWeightBytes / CLUSTER_M);
-    const int row = col_of(step) + rank_m * kShare;
+    const u32 dst = stages + s * kStageBytes;
+    const int row = step.n * BN;
     barrier_expect(full + 8 * s, kStageBytes);
-    if constexpr (CLUSTER_M == 1) {
-      tma_load(dst, weight_map, row, step.k * kTileK, full + 8 * s);
+    if constexpr (CLUSTER == 1) {
+      tma_load(dst, weight_map, row, step.k * kTileK, full + 8 * s, weight_policy);
     } else {
-      const u16 mask = ((1 << CLUSTER_M) - 1) << (rank_n * CLUSTER_M);
-      tma_load_multicast(dst, weight_map, row, step.k * kTileK, full + 8 * s, mask);
+      tma_load_multicast(dst + rank * (kWeightBytes / CLUSTER), weight_map,
+                         row + rank * (BN / CLUSTER), step.k * kTileK, full + 8 * s,
+                         (1 << CLUSTER) - 1, weight_policy);
     }
   };
   const auto load_x = [&](int s) {
-    constexpr int kShare = kBM / CLUSTER_N;
-    const u32 dst = stages + s * kStageBytes + kWeightBytes + rank_n * (kXBytes / CLUSTER_N);
-    const int row = row_of(step) + rank_n * kShare;
-    if constexpr (CLUSTER_N == 1) {
-      tma_load(dst, x_map, row, step.k * kTileK, full + 8 * s);
-    } else {
-      u16 mask = 0;
-#pragma unroll
-      for (int n = 0; n < CLUSTER_N; n++) mask |= 1 << (rank_m + n * CLUSTER_M);
-      tma_load_multicast(dst, x_map, row, step.k * kTileK, full + 8 * s, mask);
-    }
+    tma_load(stages + s * kStageBytes + kWeightBytes, x_map, row_of(step), step.k * kTileK,
+             full + 8 * s);
   };
 
-  init_barriers<STAGES, CONSUMERS>(full, empty, turn, 4 * (CONSUMERS / kTakers) * kCluster);
-  if constexpr (kCluster > 1) cluster_sync();
-  else __syncthreads();
+  const SplitSum<BN> split_sum = {stages, summed, rank, split, min(kBM, M - row_of(step))};
+  init_barriers<STAGES, CONSUMERS>(full, empty, turn, 4 * (CONSUMERS / kTakers) * CLUSTER);
+  if constexpr (SPLIT) split_sum.init();
+  if constexpr (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
   // The first weights are on their way before the kernel that makes x has ended.
   const bool producer = threadIdx.x == 128 * CONSUMERS;
   int loaded = 0;
@@ -306,14 +304,22 @@ __global__ void __launch_bounds__(
       step = next;
       int s = 0;
       u32 parity = 0;
-      for (; step.tile < tiles.count(); tiles.advance(step)) {
+      const auto next_empty = [&] {
         barrier_wait(empty + 8 * s, parity);
-        load_weight(s);
-        load_x(s);
+        const int stage = s;
         if (++s == STAGES) {
           s = 0;
           parity ^= 1;
         }
+        return stage;
+      };
+      for (; step.tile < tiles.count(); tiles.advance(step)) {
+        const int stage = next_empty();
+        load_weight(stage);
+        load_x(stage);
+      }
+      if constexpr (CLUSTER > 1) {  // a block lives while others report to its barriers
+        for (int i = 0; i < loaded; i++) next_empty();
       }
     }
     __syncwarp();
@@ -325,10 +331,10 @@ __global__ void __launch_bounds__(
     const int first_part = ALTERNATE ? 0 : warpgroup * PARTS;  // of 64 rows of the tile
     const int first_row = first_part * 64 + warp % 4 * 16;
     const auto release = [&](int s) {
-      if constexpr (kCluster == 1) {
+      if constexpr (CLUSTER == 1) {
         if (lane == 0) barrier_arrive(empty + 8 * s);
       } else {
-        if (lane < kCluster) barrier_arrive_at(empty + 8 * s, lane);
+        if (lane < CLUSTER) barrier_arrive_at(empty + 8 * s, lane);
       }
     };
     int s = 0;
@@ -380,20 +386,14 @@ __global__ void __launch_bounds__(
       }
       if constexpr (SPLIT) {
         wgmma_wait<0>();
-        sync_first<128 * CONSUMERS>();  // all have read the stages
+        release(before);
+        cluster_arrive();
+        cluster_wait();  // all blocks have read their stages
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) {
-#pragma unroll
-          for (int i = 0; i < BN / 2; i += 2) {
-            const int row = first_row + part * 64 + lane / 4 + i / 2 % 2 * 8;
-            const int col = i / 4 * 8 + lane % 4 * 2;
-            store_shared(stages + 4 * (row * kPitch + col),
-                         make_float2(sum[part][i], sum[part][i + 1]));
-          }
-        }
+        for (int part = 0; part < PARTS; part++) split_sum.send(sum[part], first_row + part * 64);
       } else {
         const int row0 = row_of(step) + first_row;
-        const int col0 = col_of(step) / Rows::kOperands;
+        const int col0 = step.n * (BN / Rows::kOperands);
         typename Rows::Residual add;
         if (!SILU && residual != nullptr) rows.load(add, row0, col0);
         wgmma_wait<0>();
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
           if (!SILU && part > 0 && residual != nullptr) rows.load(add, row0 + part * 64, col0);
-          if (bias != nullptr) rows.add_bias(sum[part], col_of(step));
+          if (bias != nullptr) rows.add_bias(sum[part], step.n * BN);
           rows.template store_all<>(sum[part], add, row0 + part * 64, col0);
         }
         if constexpr (ALTERNATE) skip(CONSUMERS - 1);
@@ -410,9 +410,11 @@ __global__ void __launch_bounds__(
   }
 
   if constexpr (SPLIT) {
-    store_tile<T, Out, kBM, BN, kPitch, kThreads, SILU>(stages, rank, split, bias, residual, y,
-                                                        row_of(start), col_of(start), M, N,
-                                                        residual_stride, y_stride);
+    if (warp >= 4 * CONSUMERS) {
+      cluster_arrive();
+      cluster_wait();
+    }
+    split_sum.template store<T, Out, kThreads, SILU>(bias, residual, y, row_of(start),
+                                                     start.n * BN, N, residual_stride, y_stride);
   }
-  if constexpr (kCluster > 1) cluster_sync();  // a block lives while others write to it
 }

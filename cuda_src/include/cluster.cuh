@@ -14,6 +14,20 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+// The two halves of a meeting of all threads of the cluster that publishes no writes: for what is
+// done with shared memory, and for barriers after fence_barrier_init().
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // Two floats at a shared address of the block of this rank in the cluster; zeros unless `valid`.
 __device__ __forceinline__ float2 load_from_rank(u32 address, int rank, bool valid) {
   float2 v = {0.0f, 0.0f};

@@ -39,13 +39,27 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
                : "memory");
 }
 
-// An arrival at the barrier of the same shared address in another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, int rank) {
+// The address of what lies at this shared address in another block of the cluster.
+__device__ __forceinline__ u32 address_in(u32 address, int block) {
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+  return remote;
+}
+
+// An arrival at the barrier of the same shared address in another block of the cluster. It orders
+// reads before it (of a buffer that may now be filled again), but publishes no writes: releasing
+// them to the cluster would make it wait for all of this thread's memory accesses.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, int block) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, block))
+               : "memory");
+}
+
+// Stores to address_in() some block, and reports the 16 bytes to the barrier at address_in() it.
+__device__ __forceinline__ void store_async(u32 to, float4 v, u32 barrier) {
   asm volatile(
-      "{ .reg .u32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
-      "r"(rank)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+      "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
 
@@ -54,6 +68,17 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "{ .reg .pred done;\n"
       "AGAIN:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra AGAIN; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The same, where threads of other blocks wrote what is waited for.
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "AGAIN:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra AGAIN; }" ::"r"(barrier),
       "r"(parity)
       : "memory");
@@ -70,13 +95,35 @@ __device__ __forceinline__ void tma_load(u32 dst, const TensorMap& map, int row,
       : "memory");
 }
 
-// The same to the same shared address, and with the same barrier, of each block in `mask`.
-__device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map, int row, int col,
-                                                   u32 barrier, u16 mask) {
+// How long L2 keeps what a copy reads.
+__device__ __forceinline__ u64 evict_first_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ u64 evict_normal_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void tma_load(u32 dst, const TensorMap& map, int row, int col,
+                                         u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
-      "l"(&map), "r"(col), "r"(row), "r"(barrier), "h"(mask)
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
+      "l"(&map), "r"(col), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// The same to the same shared address, and with the same barrier, of each block in `mask`.
+__device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map, int row, int col,
+                                                   u32 barrier, u16 mask, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(dst),
+      "l"(&map), "r"(col), "r"(row), "r"(barrier), "h"(mask), "l"(policy)
       : "memory");
 }
 

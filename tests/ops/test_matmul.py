@@ -11,6 +11,7 @@ from tinyvllm.driver.spec import DeviceInfo, TensorMap
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops import matmul, matmul_choice
 from tinyvllm.ops.lower import lower
+from tinyvllm.ops.matmul_tiles import HOPPER_US
 from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
 from tinyvllm.util import DType
@@ -119,7 +120,9 @@ def operands(M, N, K, act=DType.BF16, dtype=None):
 
 def test_launch_takes_grid_and_cluster_from_the_choice():
     launch = matmul.matmul_launch(operands(64, 2048, 8192), H200)
-    assert (launch.grid, launch.cluster, launch.args[-2]) == ((192, 1, 1), 6, 6)
+    assert (launch.grid, launch.cluster, launch.args[-2]) == ((96, 1, 1), 3, 3)
+    launch = matmul.matmul_launch(operands(128, 2048, 2048), H200)
+    assert (launch.grid, launch.cluster, launch.args[-2]) == ((64, 1, 1), 2, 1)
     launch = matmul.matmul_launch(operands(32, 2048, 8192), H200)
     assert (launch.grid, launch.cluster, launch.args[-1]) == ((160, 1, 1), 5, 5)
     launch = matmul.matmul_launch(operands(1, 2048, 2048), H200)
@@ -256,3 +259,33 @@ def test_kernel_is_reproducible_and_few_rows_do_not_depend_on_their_number(devic
         part = arrays | {"x": arrays["x"][: M // 2]}
         alone = run_cuda(device, program, {"T": M // 2}, part)["y"]
         np.testing.assert_array_equal(alone, first[: M // 2])
+
+
+HOPPER_LAUNCHES = [
+    pytest.param(
+        tile, split, id=f"{tile.rows}x{tile.cols}_c{tile.cluster}_a{tile.alternate:d}_s{split}"
+    )
+    for tile in HOPPER_US
+    for split in sorted({1, tile.max_split})
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [DType.BF16, DType.FP16])
+@pytest.mark.parametrize("tile, split", HOPPER_LAUNCHES)
+def test_hopper_tiles(device, monkeypatch, tile, split, act):
+    """Each tile with each epilogue, ragged at all edges, several tiles to a block; repeatable."""
+    if device.info.kernel_path != "hopper":
+        pytest.skip("needs the Hopper path")
+    monkeypatch.setattr(device, "info", replace(device.info, num_sms=4))
+    monkeypatch.setattr(matmul_choice, "_hopper_tile", lambda *_: (tile, split))
+    M, K = tile.rows * tile.cluster + 37, 64 * 2 * split + 72
+    program = product(2 * tile.cols + 41, K, dtype=DType.F32)
+    arrays = random_arrays(program, M)
+    first, again = (run_cuda(device, program, {"T": M}, arrays, act)["y"] for _ in range(2))
+    assert_product(first, arrays, act)
+    np.testing.assert_array_equal(again, first)
+    for build, N in ((residual_product, 2 * tile.cols + 41), (gated_product, tile.cols + 24)):
+        program = build(N, K, bias=True)
+        arrays = random_arrays(program, M)
+        check_cuda(device, program, lower(program, "prefill"), {"T": M}, arrays, act, {"T": M + 5})

@@ -20,7 +20,6 @@ from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS_COLS,
     FEW_ROWS_MAX,
     FEW_ROWS_STEP,
-    HOPPER_FEW,
     HOPPER_US,
     SPLIT_TILES,
     TILES,
@@ -39,14 +38,15 @@ ROWS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1024, 8192]
 
 
 def tile_of(choice):
-    """Rows of x and columns that a block of this choice computes."""
+    """Rows of x and columns that a block, or a cluster that shares weights, computes."""
     if choice.kernel is MATMUL_FEW_ROWS:
         return FEW_ROWS_MAX, FEW_ROWS_COLS
     if choice.kernel is MATMUL_HOPPER:
         *tile, split = choice.template
         tile = matmul_tiles.HopperTile(*tile)
-        assert split == (choice.split > 1) and choice.boxes == (tile.rows, tile.cols)
-        return tile.rows, tile.cols
+        assert split == (choice.split > 1) and choice.cluster == tile.cluster * choice.split
+        assert choice.boxes == (tile.rows, tile.cols // tile.cluster)
+        return tile.rows * tile.cluster, tile.cols
     rows, cols, *_ = choice.template
     return rows, 64 if choice.kernel is MATMUL_WIDE else cols
 
@@ -60,7 +60,7 @@ def test_every_choice_covers_the_result_and_fits_the_device(N, K, device):
             rows, cols = tile_of(choice)
             tiles = -(-M // rows) * -(-N // cols)
             if choice.kernel is MATMUL_HOPPER and choice.split == 1:
-                tiles = min(tiles, device.num_sms * (2 if rows == 64 and cols == 64 else 1))
+                tiles = min(tiles, device.num_sms // choice.cluster) * choice.cluster
             assert choice.blocks == tiles * choice.split
             assert choice.kernel not in (MATMUL_FEW_ROWS, MATMUL_WIDE) or rows >= M
             assert choice.smem <= device.smem_per_block and choice.threads <= 512
@@ -77,7 +77,8 @@ def test_split_only_in_clusters_that_all_run_at_once(device):
             if choice.split > 1:
                 assert device.compute_capability >= (9, 0)
                 per_sm = (device.smem_per_block + 1024) // (choice.smem + 1024)
-                assert choice.blocks <= 0.75 * per_sm * device.num_sms
+                pair = choice.kernel is MATMUL_HOPPER and choice.split == 2
+                assert choice.blocks <= (1 if pair else 0.75) * per_sm * device.num_sms
 
 
 @pytest.mark.parametrize(
@@ -99,26 +100,30 @@ def test_choices_for_few_rows_on_hopper_are_those_that_were_measured_to_win(M, N
     "M, N, K, tile, split",
     [
         (33, 128256, 2048, (64, 64), 1),
-        (64, 3072, 2048, (64, 64), 4),
+        (64, 3072, 2048, (64, 64), 1),
+        (64, 2048, 2048, (64, 64), 3),
         (64, 16384, 2048, (64, 64), 1),
-        (64, 2048, 8192, (64, 64), 6),
-        (128, 3072, 2048, (128, 64), 1),
-        (128, 2048, 2048, (128, 64), 3),
+        (64, 2048, 8192, (64, 64), 3),
+        (128, 3072, 2048, (2 * 64, 64), 1),
+        (128, 2048, 2048, (2 * 64, 64), 1),
         (128, 16384, 2048, (128, 128), 1),
-        (128, 2048, 8192, (128, 128), 6),
+        (128, 2048, 8192, (128, 64), 3),
         (192, 16384, 2048, (192, 128), 1),
         (192, 128256, 2048, (192, 128), 1),
-        (192, 2048, 8192, (192, 128), 6),
-        (256, 2048, 2048, (128, 64), 1),
+        (192, 2048, 8192, (128, 128), 3),
+        (256, 3072, 2048, (128, 64), 1),
+        (256, 2048, 2048, (2 * 64, 64), 1),
         (256, 16384, 2048, (128, 256), 1),
         (256, 2048, 8192, (128, 128), 3),
+        (512, 3072, 2048, (128, 128), 1),
+        (512, 2048, 8192, (128, 128), 2),
         (1024, 3072, 2048, (128, 192), 1),
         (1024, 2048, 2048, (128, 128), 1),
-        (1024, 16384, 2048, (64, 256), 1),
+        (1024, 16384, 2048, (128, 128), 1),
         (1024, 2048, 8192, (128, 128), 1),
-        (8192, 3072, 2048, (128, 256), 1),
-        (8192, 2048, 2048, (128, 256), 1),
-        (8192, 16384, 2048, (64, 256), 1),
+        (8192, 3072, 2048, (128, 128), 1),
+        (8192, 2048, 2048, (128, 128), 1),
+        (8192, 16384, 2048, (128, 128), 1),
         (8192, 2048, 8192, (128, 256), 1),
         (8192, 8192, 8192, (128, 256), 1),
     ],
@@ -185,16 +190,30 @@ def test_wide_tiles_fit_shared_memory_twice(tile):
     assert tile.rows * (tile.cols + 4) * 4 <= tile.smem
 
 
-@pytest.mark.parametrize("tile", [HOPPER_FEW, *HOPPER_US])
+@pytest.mark.parametrize("tile", HOPPER_US)
 def test_hopper_tiles_fit_shared_memory(tile):
     assert tile.smem <= 227 << 10
-    if tile.max_split > 1:  # the sums go through the stages
-        assert tile.rows * (tile.cols + 8) * 4 <= tile.stages * (tile.rows + tile.cols) * 128
+    for split in range(2, tile.max_split + 1):  # each rank's rows of all sums go through the stages
+        groups = -(-tile.rows // 8 // split)
+        assert split * groups * 8 * tile.cols * 4 <= tile.stages * (tile.rows + tile.cols) * 128
 
 
-def test_two_blocks_for_few_rows_fit_on_an_sm():
-    assert 2 * (HOPPER_FEW.smem + 1024) <= 228 << 10
-    assert choose(64, 128256, 2048, H200).blocks == 2 * H200.num_sms
+def test_tiles_of_a_cluster_copy_whole_swizzle_atoms_of_the_weights_they_share():
+    for tile in HOPPER_US:
+        assert tile.cols % (8 * tile.cluster) == 0
+
+
+def test_consumers_alternate_only_where_they_have_tiles_to_alternate():
+    """A block's second consumer begins with its second tile."""
+    for M in (128, 512, 1024, 8192):
+        for N, K in SHAPES:
+            choice = choose(M, N, K, H200)
+            if (
+                choice.kernel is MATMUL_HOPPER
+                and matmul_tiles.HopperTile(*choice.template[:-1]).alternate
+            ):
+                rows, cols = tile_of(choice)
+                assert -(-M // rows) * -(-N // cols) > choice.blocks
 
 
 def test_constants_agree_with_the_kernels():

@@ -10,12 +10,9 @@ with K split over s blocks:
     32   w32x64/4 6.3    w32x64/4 4.8    w32x64 17.7         w32x64/5 11.0   w32x64 134
          64x64/4 7.2     64x64/4 5.8     64x64 23.2          64x64/6 13.4    64x128 133
          t32x64/4 6.7    t32x64/4 5.4    t32x64 17.8         t32x64/4 12.8   t32x64 136
-    64   64x64/4 7.2     64x64/5 6.1     64x64 18.9          64x64/6 12.8    64x64 136
-         t64x64/4 7.5    t64x64/4 6.6    t64x64 19.9         t64x64/4 17.2   t64x64 150
-    128  128x64 8.9      128x64/3 7.7    128x128 21.2        128x128/6 15.1  128x128 155
-    256  128x64 9.5      128x64 8.7      128x256 29.2        128x128/3 21.4  128x128 233
-    1024 128x192 18.7    128x128 13.1    2x64x256 97.9       128x128 47.9
-    8192 128x256 141     128x256 94      2x64x256 753        128x256 356
+    64   t64x64/4 7.5    t64x64/4 6.6    t64x64 19.9         t64x64/4 17.2   t64x64 150
+
+From 33 rows on, matmul_hopper.cu has the tiles of `matmul_tiles.py`, with their times there.
 
 Whole decode steps of that model decide about one and two rows, as a product's weights are loaded
 while the kernel before it ends, and attention holds shared memory meanwhile. At 1 row and context
@@ -31,6 +28,7 @@ takes 13.8 us for down, 128x128/8 21.4.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel
@@ -38,7 +36,6 @@ from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS,
     FEW_ROWS_COLS,
     FEW_ROWS_MAX,
-    HOPPER_FEW,
     HOPPER_US,
     SPLIT_TILES,
     TILE_K,
@@ -77,7 +74,8 @@ MATMUL_FEW_ROWS = Kernel(
 
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
-ALTERNATE_FROM = 512  # rows of x: with one or two tiles in a block nothing alternates
+HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
+HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -121,21 +119,20 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
 
 def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo) -> Choice:
     """A launch of matmul_hopper.cu: a block for each tile and part of K, or blocks that stay."""
-    cluster = tile.cluster_m * tile.cluster_n
-    assert split == 1 or cluster == 1
-    tiles = ceil_div(M, tile.rows * tile.cluster_m) * ceil_div(N, tile.cols * tile.cluster_n)
-    two_fit = tile.rows * tile.cols <= 128 * 64 and tile.smem <= 113 << 10
-    places = device.num_sms * (2 if two_fit else 1) // cluster
-    clusters = tiles if split > 1 else min(tiles, max(places - (cluster > 2), 1))
+    assert split <= tile.max_split
+    together = tile.cluster * split
+    clusters = _tiles(tile, M, N) // tile.cluster
+    if split == 1:
+        clusters = min(clusters, device.num_sms // tile.cluster)
     return Choice(
         MATMUL_HOPPER,
         (*tile, split > 1),
-        clusters * cluster * split,
+        clusters * together,
         tile.threads(split),
         tile.smem,
         split,
-        cluster=cluster * split,
-        boxes=(tile.rows // tile.cluster_n, tile.cols // tile.cluster_m),
+        cluster=together,
+        boxes=(tile.rows, tile.cols // tile.cluster),
     )
 
 
@@ -158,35 +155,53 @@ def _has_clusters(device: DeviceInfo) -> bool:
 
 
 def _tiles(tile: Tile | WideTile | HopperTile, M: int, N: int) -> int:
-    return ceil_div(M, tile.rows) * ceil_div(N, tile.cols)
+    cluster = tile.cluster if isinstance(tile, HopperTile) else 1
+    return ceil_div(M, tile.rows * cluster) * cluster * ceil_div(N, tile.cols)
 
 
-def _places(tile: Tile | WideTile | HopperTile, device: DeviceInfo) -> int:
+def _places(tile: Tile | WideTile, device: DeviceInfo) -> int:
     """Blocks that the device runs at once, by their shared memory."""
     smem = device.smem_per_block + SM_RESERVED
     return device.num_sms * (smem // (tile.smem + SM_RESERVED))
 
 
-def _split(tile: Tile | WideTile | HopperTile, M: int, N: int, K: int, device: DeviceInfo) -> int:
+def _split(tile: Tile | WideTile, M: int, N: int, K: int, device: DeviceInfo) -> int:
     """The most blocks that may share out K for a tile."""
     by_places = int(MAX_CLUSTERED * _places(tile, device)) // _tiles(tile, M, N)
     return max(min(tile.max_split, by_places, ceil_div(K, TILE_K) // MIN_SPLIT_TILES), 1)
 
 
+def _hopper_splits(tile: HopperTile, M: int, N: int, K: int, device: DeviceInfo) -> list[int]:
+    """Over how many blocks K may be shared out: those of a cluster that finds its places."""
+    tiles = _tiles(tile, M, N)
+    most = min(tile.max_split, ceil_div(K, TILE_K) // MIN_SPLIT_TILES)
+    clustered = int(MAX_CLUSTERED * device.num_sms)
+    places = {2: device.num_sms}  # pairs find them on all SMs
+    return [1, *(s for s in range(2, most + 1) if tiles * s <= places.get(s, clustered))]
+
+
+@lru_cache(4096)
 def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tuple[HopperTile, int]:
-    """The tile and split of K with the least estimated time."""
-    if HOPPER_FEW.rows >= M:
-        return HOPPER_FEW, _split(HOPPER_FEW, M, N, K, device)
+    """The tile and split of K with the least estimated time.
+
+    A block's products follow each other, and wait for data: by its own pipeline, or by L2, which
+    serves all SMs. Before a tile's products data is on its way and after them sums are stored;
+    consumers that alternate do that while the others multiply.
+    """
 
     def time(of: tuple[HopperTile, int]) -> float:
         tile, split = of
-        waves = ceil_div(_tiles(tile, M, N) * split, device.num_sms)
-        sum_over_cluster = 3 + tile.rows * tile.cols / 5000 if split > 1 else 0.0
-        return waves * HOPPER_US[tile][silu] * K / 2048 / split + sum_over_cluster
+        tiles = _tiles(tile, M, N)
+        waves = ceil_div(tiles * split, device.num_sms)
+        products = waves * HOPPER_US[tile][silu] * K / 2048 / split
+        edges = HOPPER_EDGES * (1 if tile.alternate else waves)
+        loaded = tiles * (tile.rows + tile.cols / tile.cluster) * K * 2
+        summed = 1 + 0.5 * split + tile.rows * tile.cols / 5000 if split > 1 else 0.0
+        return edges + max(products, loaded / HOPPER_L2) + summed
 
-    tiles = [t for t in HOPPER_US if not t.alternate or M >= ALTERNATE_FROM]
-    splits = [(t, s) for t in tiles for s in (1, _split(t, M, N, K, device))]
-    return min(splits, key=time)
+    # No warpgroup is without rows.
+    tiles = [t for t in HOPPER_US if t.rows * t.cluster < M + 64]
+    return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
 
 def _large_tiles(M: int, N: int, device: DeviceInfo) -> Choice:

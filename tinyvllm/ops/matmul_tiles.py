@@ -1,4 +1,25 @@
-"""The tiles that products are cut into, for each kernel, and how fast they were measured to be."""
+"""The tiles that products are cut into, for each kernel, and how fast they were measured to be.
+
+Tiles of matmul_hopper.cu that were fastest on an H200 (us, 2026-11-30, in chains of 2 to 16
+products, interleaved with cuBLAS, whose time stands below). 2x: in clusters of two. /s: with K
+split over s blocks. a: consumers alternate.
+
+    M     qkv 3072x2048    o 2048x2048      gate_up 16384x2048  down 2048x8192   head 128256x2048
+    64    64x64     6.8    64x64/3    6.2   64x64       16.9    64x64/3    12.2  64x64     134.0
+          cuBLAS    6.4               6.0               18.7               14.3            140.0
+    128   2x64x64   7.7    2x64x64    6.9   128x128     18.6    128x64/3   15.6  128x128   152.6
+          cuBLAS    7.0               6.7               20.9               17.1            142.0
+    192   128x64   11.7    128x64     8.8   192x128     22.1    192x128/6  20.3
+          cuBLAS    8.2               6.7               23.0               22.5
+    256   128x64    9.6    128x64     8.8   128x256     27.8    128x128/3  21.3  128x256   228.3
+          cuBLAS    7.9               6.7               27.6               21.6            200.9
+    512   128x128  12.3    128x128   11.3   a128x128    52.4    128x128/2  33.2
+          cuBLAS   11.1               9.2               54.7               29.3
+    1024  128x192  18.6    128x128   13.2   a128x128   101.5    128x128    46.2
+          cuBLAS   19.3              13.6              110.9               44.9
+    8192  a128x128 152     a128x128  98.9   a128x128   826      128x256    417
+          cuBLAS   154              102                831                 417
+"""
 
 from __future__ import annotations
 
@@ -8,6 +29,7 @@ from tinyvllm.util import ceil_div
 
 TILE_K = 64  # elements of K in a step, for all kernels here
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
+HOPPER_MAX_SPLIT = 6
 HOPPER_WARP_BUFFER = 16 * (128 + 16)  # bytes for 16 rows of at most 128 bytes, padded
 
 # Constants of matmul_few_rows.cu: rows of x, columns of y in a block, elements of K in a step.
@@ -84,15 +106,14 @@ class HopperTile(NamedTuple):
     """A specialisation of matmul_hopper.cu: a tile of y, its pipeline, how blocks work together.
 
     A tile has 64 * `parts` rows for each of `consumers` warpgroups, unless these `alternate`, and
-    `cols` columns. `cluster_m` x `cluster_n` neighbouring tiles share what they load.
+    `cols` columns. A cluster of `cluster` tiles next to each other along M shares the weights.
     """
 
     parts: int
     consumers: int
     cols: int
     stages: int
-    cluster_m: int = 1
-    cluster_n: int = 1
+    cluster: int = 1
     alternate: bool = False
 
     @property
@@ -101,19 +122,25 @@ class HopperTile(NamedTuple):
 
     @property
     def max_split(self) -> int:
-        return 1 if self.alternate else 6
+        """Of K over a cluster, by the room that the stages are for what other blocks send.
+
+        The widest tiles have no registers to spare for it.
+        """
+        if self.alternate or self.cluster > 1 or self.parts * self.cols > 192:
+            return 1
+        room = self.stages * (self.rows + self.cols) * TILE_K * 2 // (self.cols * 32)
+        return max(min(room - self.rows // 8 + 1, HOPPER_MAX_SPLIT), 1)
 
     @property
     def smem(self) -> int:
         """Bytes of dynamic shared memory: stages, a buffer for each warp's results, barriers."""
         tiles = self.stages * (self.rows + self.cols) * TILE_K * 2
-        return (
-            tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * (2 * self.stages + self.consumers)
-        )
+        barriers = 2 * self.stages + self.consumers + 1
+        return tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * barriers
 
     def threads(self, split: int) -> int:
         """Consumers and the producer: a warpgroup where it gives away registers."""
-        gives = self.consumers == 2 and self.parts * self.cols >= 256 and split == 1
+        gives = self.consumers == 2 and self.parts * self.cols >= 192 and split == 1
         return 128 * self.consumers + (128 if gives else 32)
 
 
@@ -128,13 +155,14 @@ TILES = (
 # Up to 64 rows, by rows, where clusters exist: N is cut finely and K is split.
 SPLIT_TILES = (Tile(16, 64, 1, 4, 8, 0.25), TILES[2], TILES[1])
 WIDE_TILES = (WideTile(16, 11), WideTile(32, 9))
-HOPPER_FEW = HopperTile(1, 1, 64, 6)  # up to 64 rows
-# What a tile takes for K = 2048 on a busy H200, in us, alone and with the SiLU product.
+# What a tile's products take for K = 2048 on a busy H200, in us, alone and with the SiLU product.
 HOPPER_US = {
-    HopperTile(1, 2, 64, 8): (8.3, 8.6),
-    HopperTile(1, 2, 128, 6): (12.0, 14.0),
-    HopperTile(1, 3, 128, 4): (17.5, 19.0),
-    HopperTile(1, 2, 192, 5): (18.0, 20.0),
-    HopperTile(1, 2, 256, 4): (22.7, 25.2),
-    HopperTile(1, 2, 256, 5, alternate=True): (14.9, 12.0),
+    HopperTile(1, 1, 64, 12): (5.0, 5.0),
+    HopperTile(1, 1, 64, 12, cluster=2): (4.9, 4.9),
+    HopperTile(1, 2, 64, 8): (7.0, 7.7),
+    HopperTile(1, 2, 128, 6): (10.3, 12.0),
+    HopperTile(1, 3, 128, 4): (18.6, 19.6),
+    HopperTile(1, 2, 192, 5): (18.6, 19.5),
+    HopperTile(1, 2, 256, 4): (24.4, 25.5),
+    HopperTile(2, 2, 128, 6, alternate=True): (12.1, 12.5),
 }
