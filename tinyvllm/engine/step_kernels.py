@@ -65,12 +65,13 @@ def _decode_sizes(limits: Sizes) -> Iterator[Sizes]:
 
 
 def _mixed_sizes(limits: Sizes) -> Iterator[Sizes]:
-    """Of steps with a prompt, alone and beside rows that decode."""
+    """Of steps with a prompt, alone and beside rows that decode, with short and long contexts."""
     for tokens in _grid(limits["T"]):
         for decodes in {0, min(limits["R"], tokens) // 2}:
             n, query = decodes + 1, size_class(tokens - decodes)
             rows = {"T": tokens, "R": n, "R1": n + 1, "S": n, "D": decodes, "Q": query}
-            yield {**limits, **rows, "C": max(query, MIN_CONTEXT_CLASS)}
+            for context in {max(query, MIN_CONTEXT_CLASS), limits["C"]}:
+                yield {**limits, **rows, "C": context}
 
 
 def _grid(most: int) -> Iterator[int]:
