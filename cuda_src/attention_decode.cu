@@ -7,14 +7,14 @@
 // k and v written to their place in the cache; both are rounded to T as separate kernels would.
 //
 // A context is cut into at most kMaxPartitions partitions whose length depends on that context
-// alone. Every kHeads query heads of one KV head make a head block. With max_partitions 0 each
-// block takes a row and head block. Otherwise the list of all partitions, by row, head block and
-// place in the context, is divided evenly among the blocks of the grid, which are all resident at
-// once: each takes one piece. A block that has all partitions of a row and head block merges them
-// as it goes. Otherwise their states go to scratch, and the block that is done last merges them.
-// Either way partitions merge in order of the context, so a row's result is the same to the bit
-// whichever rows share its batch and however many blocks there are. Launches of one module must
-// not overlap: they share the counters by which the last block knows that it is the last.
+// alone. Every kHeads query heads of one KV head make a head block. With WHOLE each block takes a
+// row and head block. Otherwise the list of all partitions, by row, head block and place in the
+// context, is divided evenly among the blocks of the grid, which are all resident at once: each
+// takes one piece. A block that has all partitions of a row and head block merges them as it goes.
+// Otherwise their states go to scratch, and the block that is done last merges them. Either way
+// partitions merge in order of the context, so a row's result is the same to the bit whichever
+// rows share its batch and however many blocks there are. Launches of one module must not overlap:
+// they share the counters by which the last block knows that it is the last.
 //
 // The warps of a block take tiles of kTile tokens in turn, each through its own ring of tiles in
 // shared memory (cp.async), which runs on from partition to partition and from row to row: no
@@ -47,7 +47,7 @@ constexpr int kStages = 2;         // tiles in it
 // Partitions done of the row and head block whose first one a block has; zero between launches.
 __device__ u32 partitions_done[kMaxBlocks];
 
-template <typename T, int HEAD_DIM, bool ROPE>
+template <typename T, int HEAD_DIM, bool ROPE, bool WHOLE>
 __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 2)
     attention_decode_kernel(const T* q, T* kv_cache, const i32* block_tables,
                             const i32* batch_slots, const i32* seq_lens,
@@ -83,8 +83,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
   // As a merging thread:
   const int head = threadIdx.x / 16, dim = threadIdx.x % 16 * 4;  // and dim + 64, ...
   const int parts_of_group = ceil_div(group_size, kHeads);
-  const Work work(max_partitions == 0, num_rows, num_kv_heads * parts_of_group, seq_lens,
-                  batch_slots);
+  const Work work(WHOLE, num_rows, num_kv_heads * parts_of_group, seq_lens, batch_slots);
   if (work.first.index == work.end) return;
 
   // What a head block stands for.
@@ -312,7 +311,8 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
 
     Place after = here;
     work.advance(after);
-    const bool run_ends = --run_left == 0, more = after.index < work.end;
+    const bool run_ends = --run_left == 0;
+    const bool more = !WHOLE && after.index < work.end;  // to come after this run
     if (run_ends && more) load_query(after);  // arrives while the warps merge
 
 #pragma unroll
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
     __syncthreads();  // before the next partition overwrites what the warps left
 
     const int heads = num_heads(here.head_block);
-    const bool whole = run == here.parts();
+    const bool whole = WHOLE || run == here.parts();
     const int owner = whole ? 0 : work.owner(here.index - here.part);
     const int head_places = min(kHeads, group_size);
     const int first_place = owner * max_partitions * head_places + head;

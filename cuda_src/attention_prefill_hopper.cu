@@ -5,7 +5,7 @@
 // then the values.
 //
 // A tile is 64 queries of one head for each of CONSUMERS warpgroups (query_tiles.cuh). A producer
-// warp fills a buffer with its queries and, STAGES deep, buffers with kKeys keys and their values:
+// warp fills a buffer with its queries and, kStages deep, buffers with kKeys keys and their values:
 // its lanes look up the block table and start the copies (TMA) that put each block of the cache
 // where a contiguous one would have it. Consumers take from there, by wgmma,
 //   S = Q K^T (both in shared memory), softmax in registers, O += P V (P in registers).
@@ -26,13 +26,14 @@
 #include "wgmma_attention.cuh"
 
 constexpr int kKeys = 128;
+constexpr int kStages = 3;
 
 __device__ u32 tiles_drawn, blocks_done;  // zero between launches
 
 // Shared addresses. `work` is the tile that q belongs to: token, queries, position, head.
 // `value_tail` completes when the last values of a context are there, before what lies beyond them
 // is overwritten. Barriers of one kind are 8 bytes apart, one for each stage.
-template <int HEAD_DIM, int CONSUMERS, int STAGES> struct Buffers {
+template <int HEAD_DIM, int CONSUMERS> struct Buffers {
   // Tiles are cut into halves of 64 columns, 128 bytes, which TMA permutes (swizzled_chunk<8>).
   static constexpr int kHalves = HEAD_DIM / 64;
   static constexpr u32 kQueryHalf = 64 * CONSUMERS * 128, kHalf = kKeys * 128;  // bytes
@@ -43,22 +44,22 @@ template <int HEAD_DIM, int CONSUMERS, int STAGES> struct Buffers {
   __device__ __forceinline__ explicit Buffers(u32 start)
       : q(start),
         k(q + kQueryHalf * kHalves),
-        v(k + STAGES * kTile),
-        work(v + STAGES * kTile),
+        v(k + kStages * kTile),
+        work(v + kStages * kTile),
         q_full(work + 16),
         q_empty(q_full + 8),
         value_tail(q_empty + 8),
         k_full(value_tail + 8),
-        k_empty(k_full + 8 * STAGES),
-        v_full(k_empty + 8 * STAGES),
-        v_empty(v_full + 8 * STAGES) {}
+        k_empty(k_full + 8 * kStages),
+        v_full(k_empty + 8 * kStages),
+        v_empty(v_full + 8 * kStages) {}
 
   // By one thread. A buffer is empty when each of the consumers' warps says so.
   __device__ __forceinline__ void init_barriers() const {
     barrier_init(q_full, 1);
     barrier_init(q_empty, 4 * CONSUMERS);
     barrier_init(value_tail, 1);
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < kStages; i++) {
       barrier_init(k_full + 8 * i, 1);
       barrier_init(v_full + 8 * i, 1);
       barrier_init(k_empty + 8 * i, 4 * CONSUMERS);
@@ -83,6 +84,10 @@ __device__ __forceinline__ int4 load_shared_int4(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ int from_lane_0(int v) {
+  return __shfl_sync(kFullMask, v, 0);
+}
+
 // Named barriers of two warpgroups: one waits for the other to arrive.
 __device__ __forceinline__ void await_turn(int turn) {
   asm volatile("bar.sync %0, 256;" ::"r"(turn) : "memory");
@@ -92,7 +97,7 @@ __device__ __forceinline__ void give_turn(int turn) {
   asm volatile("bar.arrive %0, 256;" ::"r"(turn) : "memory");
 }
 
-template <typename T, int HEAD_DIM, int CONSUMERS, int STAGES>
+template <typename T, int HEAD_DIM, int CONSUMERS>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     attention_prefill_hopper_kernel(const __grid_constant__ TensorMap q_map,
                                     const __grid_constant__ TensorMap kv_map,
@@ -101,7 +106,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
                                     float scale_log2, int num_rows, int num_heads, int group_size,
                                     int y_stride, int block_rows, int layer_row, int block_shift,
                                     int max_blocks) {
-  using Shared = Buffers<HEAD_DIM, CONSUMERS, STAGES>;
+  using Shared = Buffers<HEAD_DIM, CONSUMERS>;
   constexpr int kHalves = Shared::kHalves;
   constexpr u32 kQueryHalf = Shared::kQueryHalf, kHalf = Shared::kHalf, kTile = Shared::kTile;
   static_assert(kKeys / 8 * kHalves <= kWarpSize, "a lane for each piece of a tile");
@@ -159,7 +164,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const u32 bytes = __popc(__ballot_sync(kFullMask, valid)) * (128u << block_shift);
         block = block_of(t + 1);
         if (t == num_tiles - 1 && lane == 0) drawn = atomicAdd(&tiles_drawn, 1);
-        const u32 stage = loaded % STAGES, parity = ~(loaded / STAGES) & 1;
+        const u32 stage = loaded % kStages, parity = ~(loaded / kStages) & 1;
         const u32 k_full = shared.k_full + 8 * stage, v_full = shared.v_full + 8 * stage;
         barrier_wait(shared.k_empty + 8 * stage, parity);
         if (lane == 0) barrier_expect(k_full, bytes);
@@ -205,8 +210,11 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     u32 used = 0;  // tiles of keys
     for (u32 n = 0;; n++) {
       barrier_wait(shared.q_full, n & 1);
-      const int4 work = load_shared_int4(shared.work);
-      const QueryTile tile = {work.x, work.y, work.z, work.w};
+      // Only by the lane that will report q read: nothing would order the others before that.
+      int4 work = {};
+      if (lane == 0) work = load_shared_int4(shared.work);
+      const QueryTile tile = {from_lane_0(work.x), from_lane_0(work.y), from_lane_0(work.z),
+                              from_lane_0(work.w)};
       if (tile.queries == 0) break;
       const int num_tiles = ceil_div(tile.num_keys(), kKeys);
       RowsSoftmax rows;
@@ -214,8 +222,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       for (int i = 0; i < HEAD_DIM / 2; i++) out[i] = 0.0f;
 
       const auto multiply_scores = [&] {
-        const u32 stage = used % STAGES;
-        barrier_wait(shared.k_full + 8 * stage, used / STAGES & 1);
+        const u32 stage = used % kStages;
+        barrier_wait(shared.k_full + 8 * stage, used / kStages & 1);
         await_turn(own_turn);
         const u32 k_tile = shared.k + stage * kTile;
         wgmma_fence();
@@ -228,8 +236,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         wgmma_commit();
       };
       const auto multiply_values = [&](u32 of) {
-        const u32 stage = of % STAGES;
-        barrier_wait(shared.v_full + 8 * stage, of / STAGES & 1);
+        const u32 stage = of % kStages;
+        barrier_wait(shared.v_full + 8 * stage, of / kStages & 1);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kKeys / 16; k++) {
@@ -255,7 +263,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       give_turn(next_turn);
       wgmma_wait<0>();
       touch(score);
-      release(shared.k_empty + 8 * (used % STAGES));
+      release(shared.k_empty + 8 * (used % kStages));
       if (num_tiles == 1) release(shared.q_empty);
       mask(0);
       rows.take(score, scale_log2);
@@ -267,14 +275,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         give_turn(next_turn);
         wgmma_wait<1>();
         touch(score);
-        release(shared.k_empty + 8 * (used % STAGES));
+        release(shared.k_empty + 8 * (used % kStages));
         if (t == num_tiles - 1) release(shared.q_empty);
         mask(t);
         rows.take(score, scale_log2);
         wgmma_wait<0>();
         touch(out);
         touch(weight);
-        release(shared.v_empty + 8 * (before % STAGES));
+        release(shared.v_empty + 8 * (before % kStages));
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 2; i++) out[i] *= rows.keep[i % 4 / 2];
         pack_weights();
@@ -282,7 +290,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
       multiply_values(used);
       wgmma_wait<0>();
       touch(out);
-      release(shared.v_empty + 8 * (used % STAGES));
+      release(shared.v_empty + 8 * (used % kStages));
       used++;
 
 #pragma unroll

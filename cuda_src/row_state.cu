@@ -36,18 +36,20 @@ __global__ void __launch_bounds__(256)
 
 // Row r of the step has the tokens query_start[r] ... query_start[r + 1] - 1, which continue its
 // sequence. prompt_ids[t] is the token's id, or -1 for the one that the row state holds.
-// sample_rows [num_samples]: the rows after whose last token one is sampled.
+// The first num_decode rows have one token each. sample_rows [num_samples]: the rows after whose
+// last token one is sampled.
 __global__ void __launch_bounds__(256)
     step_inputs_kernel(const i32* batch_slots, const i32* query_start, const i32* prompt_ids,
                        const i32* sample_rows, const i32* row_position, const i32* row_token,
                        i32* token_ids, i32* positions, i32* token_slots, i32* seq_lens,
                        i32* sample_index, i32* sample_slots, i32* sample_positions, i32 num_tokens,
-                       i32 num_rows, i32 num_samples) {
+                       i32 num_rows, i32 num_decode, i32 num_samples) {
   start_next();
   wait_for_previous();
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < num_tokens) {
-    int row = 0, end = num_rows;  // query_start[row] <= i < query_start[end]
+    // query_start[row] <= i < query_start[end]
+    int row = min(i, num_decode), end = i < num_decode ? i + 1 : num_rows;
     while (end - row > 1) {
       const int middle = (row + end) / 2;
       if (query_start[middle] <= i) {

@@ -34,8 +34,10 @@ def main() -> None:
     args.svg.write_text(draw_plan(plan))
     print(f"{where}: {plan.title}, arena {plan.plan.arena_bytes} bytes, ", end="")
     print(f"{plan.ratio:.3f} x the least possible, without reuse {plan.plan.bytes_without_reuse}")
-    for norm in ("layer0.input_layernorm", "layer0.post_attention_layernorm"):
-        print(f"the memory of {norm} then serves {', '.join(plan.heirs(norm))}")
+    for life in plan.lives:
+        heirs = plan.heirs(life.name) if plan.layer(life) == 0 else []
+        if heirs:
+            print(f"the memory of {life.name} then serves {', '.join(heirs)}")
 
 
 if __name__ == "__main__":

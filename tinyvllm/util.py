@@ -6,7 +6,10 @@ This module imports nothing else of the package, so that the layers above stay a
 from __future__ import annotations
 
 import enum
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +42,23 @@ class Closing:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """The garbage collector leaves alone what exists now, until the end of the block.
+
+    A round over all that an application holds takes tens of milliseconds, in which a device has
+    nothing to do. Where something is frozen already, whoever did that has decided.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -44,3 +44,14 @@ __device__ __forceinline__ float2 load_from_rank(u32 address, int rank, bool val
 #endif
   return v;
 }
+
+// Where the block of this rank in the cluster has what this block has at `shared`.
+template <typename T> __device__ __forceinline__ T* at_rank(T* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  u64 remote;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(shared), "r"(rank));
+  return reinterpret_cast<T*>(remote);
+#else
+  return shared;
+#endif
+}

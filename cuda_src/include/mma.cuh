@@ -24,6 +24,11 @@ __device__ __forceinline__ void cp_async_16(u32 dst, const void* src, bool valid
                : "memory");
 }
 
+// The same of 4 bytes.
+__device__ __forceinline__ void cp_async_4(u32 dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -3,15 +3,48 @@
 
 #include "common.cuh"
 
-// Four random words for a 128-bit counter and a 64-bit key: ten rounds of two multiplications.
-__device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
+struct PhiloxKeys {
+  uint2 round[10];
+};
+
+// The keys of the ten rounds.
+__device__ __forceinline__ PhiloxKeys philox_keys(uint2 key) {
+  PhiloxKeys keys;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const u32 high0 = __umulhi(0xd2511f53u, counter.x), low0 = 0xd2511f53u * counter.x;
-    const u32 high1 = __umulhi(0xcd9e8d57u, counter.z), low1 = 0xcd9e8d57u * counter.z;
-    counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
+    keys.round[round] = key;
+    // Stays in registers: the compiler would rather add anew each time.
+    asm volatile("" : "+r"(keys.round[round].x), "+r"(keys.round[round].y));
     key.x += 0x9e3779b9u;
     key.y += 0xbb67ae85u;
   }
+  return keys;
+}
+
+// Four random words for a 128-bit counter: ten rounds of two multiplications.
+__device__ __forceinline__ uint4 philox4x32(uint4 counter, const PhiloxKeys& keys) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint2 key = keys.round[round];
+    const u32 high0 = __umulhi(0xd2511f53u, counter.x), low0 = 0xd2511f53u * counter.x;
+    const u32 high1 = __umulhi(0xcd9e8d57u, counter.z), low1 = 0xcd9e8d57u * counter.z;
+    counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
+  }
   return counter;
 }
+
+// Gumbel noise -log(-log(u)) of a uniform u = 1 - w, where w is the random word scaled to (0, 1):
+// -log(u) = -log1p(-w) keeps its relative precision where the noise is large.
+__device__ __forceinline__ float gumbel(u32 word) {
+  const float w = fminf((__uint2float_rn(word) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
+  return -logf(-log1pf(-w));
+}
+
+// log2 of the word: the noise is at most (32 - log2(word)) ln 2, as -log1p(-w) >= w, and where it is
+// large hardly less. To some 2^-20.
+__device__ __forceinline__ float log2_of_word(u32 word) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__uint2float_rn(word)));
+  return y;
+}
+constexpr float kMaxGumbel = 24.0f;  // more than any noise: 33 ln 2

@@ -1,5 +1,6 @@
 """The offline API on a tiny golden model: results, streams, ends of requests, errors."""
 
+import gc
 import json
 import re
 import shutil
@@ -38,6 +39,21 @@ def nothing_is_left(llm):
 
 def ids(prompt):
     return {"prompt_token_ids": prompt}
+
+
+def test_while_prompts_run_the_collector_leaves_alone_what_there_was(llm, monkeypatch):
+    gc.unfreeze()  # what loops of servers have frozen, in other tests
+    counts = []
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: counts.append(gc.get_freeze_count()) or step())
+    llm.generate([ids([1, 2, 3])], GREEDY)
+    assert min(counts) > 1000 and gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        llm.generate([ids([1, 2, 3])], GREEDY)
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
 
 
 def test_results_come_in_the_order_of_the_prompts(llm, cases):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -138,13 +139,18 @@ def test_every_call_of_a_gpus_life_and_then_its_kernels_times(golden, fake_gpu, 
     found = events(path)
     calls = [e for e in found if e["event"] == "call"]
     names = [c["name"] for c in calls]
-    assert names[:seen] == fake_gpu.names[:seen], "nothing is left out"
+    # Kernels are loaded in a thread of their own, beside the weights.
+    assert Counter(names[:seen]) == Counter(fake_gpu.names[:seen]), "nothing is left out"
     assert names[:2] == ["cuDriverGetVersion", "cuInit"] and names[-1] == fake_gpu.names[-1]
-    phases = [phase for phase, _ in groupby(c["phase"] for c in calls)]
+    main = [c["phase"] for c in calls if c["thread"] == "MainThread"]
+    phases = [phase for phase, _ in groupby(main)]
     assert phases[:3] == ["start-up", "weights", "start-up"] and phases[-1] == "shut-down"
     first = {phase: phases.index(phase) for phase in phases}
-    assert first["prefill"] < first["compile"] < first["capture"] < first["shut-down"]
-    assert set(phases) == set(PHASES) - {"swap"}
+    assert first["prefill"] < first["capture"] < first["shut-down"]
+    beside = {c["phase"] for c in calls if c["thread"] != "MainThread"}
+    assert beside == {"start-up", "compile"} and {*phases, *beside} == set(PHASES) - {"swap"}
+    compiled = [c["phase"] for c in calls].index("compile")
+    assert compiled < [c["phase"] for c in calls].index("prefill")
     threshold = next(c["args"] for c in calls if c["name"] == "cuMemPoolSetAttribute")
     assert "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD" in threshold.values()
 

@@ -27,6 +27,7 @@ def test_latency_as_json_holds_the_table(monkeypatch, capsys, name):
     engine = SimpleNamespace(model=SimpleNamespace(config=MODEL))
     monkeypatch.setattr(latency, "LLM", lambda **_: nullcontext(SimpleNamespace(engine=engine)))
     monkeypatch.setattr(latency, "decode_times", lambda engine, batch, context: (2e-3, 1e-4))
+    monkeypatch.setattr(latency, "graph_seconds", lambda engine, batch, context: 1.6e-3)
     latency.bench_latency(DUMMY, [1, 4], [256], as_json=True, host=False)
 
     def refuse(constant):
@@ -42,4 +43,5 @@ def test_latency_as_json_holds_the_table(monkeypatch, capsys, name):
     latency.bench_latency(DUMMY, [4], [256], as_json=False, host=True)
     table = capsys.readouterr().out.splitlines()
     assert table[1].endswith("us/row")
+    assert table[2].split()[2:5] == ["2.000", "1.600", "1.250"]
     assert table[2].split()[-1] == "25.00"

@@ -9,7 +9,9 @@ from tinyvllm.bench.run_load import Percentiles, run_load
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine
 
-CONFIG = EngineConfig(model="llama-3.2-1b", load_format="dummy", max_num_batched_tokens=256)
+CONFIG = EngineConfig(
+    model="llama-3.2-1b", load_format="dummy", max_num_seqs=256, max_num_batched_tokens=256
+)
 
 
 @pytest.fixture

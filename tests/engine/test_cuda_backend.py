@@ -226,6 +226,30 @@ def test_swap_space_is_pinned_at_start_or_not_at_all(fake_gpu, model):
             assert llm.engine.backend.swapper is None
 
 
+def test_kernels_are_loaded_before_the_first_step(fake_gpu, model, monkeypatch):
+    loaded, used = set(), set()
+    monkeypatch.setattr(FakeLoader, "load_all", lambda self, specs: loaded.update(specs))
+    kernel = FakeLoader.kernel
+    monkeypatch.setattr(
+        FakeLoader, "kernel", lambda self, launch: used.add(launch.spec) or kernel(self, launch)
+    )
+    with LLM(str(model), **SIZES) as llm:
+        at_start = set(loaded)
+        run(llm.engine, PROMPTS, SCORED)
+        run(llm.engine, PROMPTS, SamplingParams(max_tokens=3, top_p=0.5, presence_penalty=1))
+    assert len(used) > 10 and not used - at_start
+
+
+def test_a_kernel_that_cannot_be_loaded_leaves_nothing(fake_gpu, model, monkeypatch):
+    def refuse(self, specs):
+        raise InputError(f"{len(specs)} kernels")
+
+    monkeypatch.setattr(FakeLoader, "load_all", refuse)
+    with pytest.raises(InputError, match=r"^\d+ kernels$"):
+        LLM(str(model), **SIZES)
+    assert (fake_gpu.used, fake_gpu.pinned, fake_gpu.blocks) == (0, 0, {})
+
+
 def test_a_swap_space_that_cannot_be_pinned_at_start_is_an_error(fake_gpu, model):
     fake_gpu.names.clear()
     LLM(str(model), **SIZES, swap_space=0.25).close()

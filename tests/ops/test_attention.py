@@ -225,6 +225,13 @@ def test_decode_blocks(rows, context, head_dim, expected):
     assert attention.decode_blocks(rows * 8, context, head_dim, 132) == expected
 
 
+@pytest.mark.parametrize(("rows", "context", "whole"), [(1, 512, "true"), (1, 513, "false")])
+def test_whole_contexts_have_a_kernel_without_the_code_that_shares(rows, context, whole):
+    a = operands(rows, 32, 8, 64, decode=rows, context=context)
+    (launch,) = attention.Attention().launches(a, H200)
+    assert launch.spec.template_args == ("__nv_bfloat16", "64", "false", whole)
+
+
 def test_no_more_blocks_share_contexts_than_there_are_counters():
     blocks, partitions = attention.decode_blocks(200, 4096, 64, num_sms=10**4)
     assert 0 < blocks <= attention.MAX_BLOCKS and partitions == 16
@@ -300,13 +307,16 @@ def test_decode_kernel(device, group, kv_heads, head_dim, block_size, act):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", [1, 2, 7])
+@pytest.mark.parametrize("blocks", [1, 2, 7, None])
 @pytest.mark.parametrize("group", [3, 11])
 def test_decode_of_padding_rows(device, monkeypatch, group, blocks):
-    """Whether one block takes all partitions of a context or several share them."""
+    """Whether one block takes all partitions of a context or several share them, or (None) each
+    block has just one."""
     shape = (2 * group, 2, 64, 16)
     dims, arrays = problem([(1, 30), (1, 4), (1, 999), (1, 9)], *shape)
-    monkeypatch.setattr(attention, "decode_blocks", lambda *_: (blocks, 4))
+    monkeypatch.setattr(
+        attention, "decode_blocks", lambda pairs, *_: (blocks, 4) if blocks else (pairs, 0)
+    )
     program = attention_program(*shape)
     got = check_cuda(device, program, program, dims, with_padding(arrays), limits={"T": 6})["y"]
     assert (got[PADDING] == 0).all()
@@ -322,14 +332,14 @@ def test_decode_of_the_longest_partitions(device):
 
 @pytest.mark.gpu
 def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
-    """To the bit: alone, in a batch, over many blocks, merged inside of one; several times over, as
-    blocks that share a context leave their counter as they found it."""
+    """To the bit: alone, in a batch, over many blocks, merged inside of one, a block for each
+    context; several times over, as blocks that share one leave their counter as they found it."""
     shape = (8, 2, 64, 16)
     dims, arrays = problem([(1, 4096), (1, 299), (1, 1500)], *shape)
     program = attention_program(*shape, outputs=("y", "again", "and_again"))
     batch = run_cuda(device, program, dims, arrays)["y"]
-    for blocks in (1, 2, 3, 16, 37):
-        monkeypatch.setattr(attention, "decode_blocks", lambda *_, n=blocks: (n, 17))
+    for divided in ((1, 17), (2, 17), (3, 17), (16, 17), (37, 17), (6, 0)):
+        monkeypatch.setattr(attention, "decode_blocks", lambda *_, d=divided: d)
         got = run_cuda(device, program, dims, arrays)
         for output in outputs_of(program):
             np.testing.assert_array_equal(got[output], batch)

@@ -41,7 +41,10 @@ def test_constants_are_those_of_the_kernels():
         "kKeys": attention_prefill.KEYS,
     }
     hopper = constants("attention_prefill_hopper.cu")
-    assert hopper == {"kKeys": attention_prefill.HOPPER_KEYS}
+    assert hopper == {
+        "kKeys": attention_prefill.HOPPER_KEYS,
+        "kStages": attention_prefill.HOPPER_STAGES,
+    }
 
 
 @pytest.mark.parametrize("device", DEVICES_BY_NAME.values(), ids=lambda d: d.name)
@@ -61,7 +64,7 @@ def test_the_kernel_is_that_of_the_path(device):
         (64, 2048, 1, 32, 2),
         (64, 1024, 1, 32, 2),
         (64, 32768, 32, 32, 2),
-        (64, 8192, 8, 32, 2),
+        (64, 8192, 16, 32, 2),
         (64, 1, 1, 9, 2),
         (128, 8192, 1, 32, 2),
     ],

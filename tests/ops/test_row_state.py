@@ -59,6 +59,8 @@ def case(R: int, S: int, longest: int, edits: int, seed: int = 0):
         return rng.integers(0, high, shape).astype(np.int32)
 
     lengths = rng.integers(1, longest + 1, R)
+    lengths[: R // 3] = 1
+    num_decode = R if longest == 1 else R // 3
     query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     T = int(query_start[-1])
     row_edits = np.full((edits + 2, ROW_WORDS), GARBAGE)
@@ -92,6 +94,7 @@ def case(R: int, S: int, longest: int, edits: int, seed: int = 0):
         "R": R,
         "R1": R + 1,
         "S": S,
+        "D": num_decode,
         "SLOTS": slots,
         "MB": table_len,
         "E": len(row_edits),
@@ -155,7 +158,8 @@ def test_launches_cover_the_longest_of_the_sizes():
     def grid(T, R, S):
         op, sizes = op_def("step_inputs"), {"T": T, "R": R, "R1": R + 1, "S": S, "SLOTS": 9}
         shapes = {**op.reads, **op.writes}
-        a = Operands(**{n: DeviceArray(0, (sizes[shapes[n][0]],), I32) for n in shapes})
+        arrays = {n: DeviceArray(0, (sizes[shapes[n][0]],), I32) for n in shapes}
+        a = Operands(**arrays, dims={"D": 0})
         return [launch.grid[0] for launch in op.launches(a, None)]
 
     assert grid(0, 0, 0) == []

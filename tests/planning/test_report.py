@@ -32,8 +32,10 @@ def buffers(report, name):
 
 def test_every_program_needs_hardly_more_than_its_live_buffers(large):
     (prefill,) = buffers(large, "prefill.plain")
-    assert prefill.tokens == 8192
-    assert [b.rows for b in buffers(large, "decode.plain")] == decode_buckets(256)
+    assert prefill.tokens == large.config.max_num_batched_tokens
+    assert [b.rows for b in buffers(large, "decode.plain")] == decode_buckets(
+        large.config.max_num_seqs
+    )
     assert decode_buckets(20) == [1, 2, 4, 8, 16, 20]
     for b in large.buffers:
         assert b.ratio <= 1.05, b.title

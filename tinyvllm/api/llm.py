@@ -20,7 +20,7 @@ from tinyvllm.model.tokenizer import Tokenizer
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.progress import Progress
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.util import Closing, InputError
+from tinyvllm.util import Closing, InputError, frozen_heap
 
 Prompt = str | dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -87,7 +87,7 @@ class LLM(Closing):
             except InputError as error:
                 raise InputError(f"prompts[{i}]: {error}") from None
         try:
-            with deferred_interrupt() as interrupt:
+            with deferred_interrupt() as interrupt, frozen_heap():
                 for request_id, sequences in requests.items():
                     self._begin(request_id, sequences)
                 self._run_until_done(set(requests), interrupt, use_tqdm)

@@ -14,9 +14,11 @@ import numpy as np
 
 from tinyvllm.api.llm import LLM
 from tinyvllm.bench.floors import MATMUL_FLOPS, copy_bandwidth, step_floor
+from tinyvllm.bench.synthetic import SyntheticSteps
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device, cuda_unavailable
 from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
 
@@ -31,8 +33,10 @@ class LatencyRow:
     batch: int
     context: int
     ms: float
+    graph_ms: float  # the step's graph, replayed without the engine
+    over_graph: float
     floor_ms: float
-    ratio: float
+    ratio: float  # to the floor
     tb_per_s: float  # of the bytes that the step must move
     tokens_per_s: float
     host_ms: float  # of the host's own work, the wait for the device left out
@@ -56,6 +60,7 @@ def bench_latency(
     with LLM(**asdict(full_batches(config, longest))) as llm:
         for batch, context in itertools.product(batches, contexts):
             seconds, host_seconds = decode_times(llm.engine, batch, context)
+            graph = graph_seconds(llm.engine, batch, context)
             num_bytes, floor = step_floor(
                 llm.engine.model.config, config.block_size, batch, context, copy_rate, flops
             )
@@ -64,6 +69,8 @@ def bench_latency(
                     batch,
                     context,
                     ms=seconds * 1e3,
+                    graph_ms=graph * 1e3,
+                    over_graph=seconds / graph,
                     floor_ms=floor * 1e3,
                     ratio=seconds / floor,
                     tb_per_s=num_bytes / seconds / 1e12,
@@ -79,20 +86,33 @@ def bench_latency(
     known = f"products at {flops / 1e12:.0f} TFLOP/s" if flops < math.inf else "products not known"
     print(f"{name}: copies at {copy_rate / 1e12:.2f} TB/s, {known}")
     print(
-        f"{'batch':>6} {'context':>8} {'ms/step':>9} {'floor':>8} {'ratio':>6} {'TB/s':>6} "
+        f"{'batch':>6} {'context':>8} {'ms/step':>9} {'graph':>8} {'ratio':>6} {'floor':>8} "
+        f"{'ratio':>6} {'TB/s':>6} "
         f"{'tokens/s':>9}" + (f" {'host ms':>8} {'us/row':>7}" if host else "")
     )
     for r in rows:
         host_columns = f" {r.host_ms:>8.3f} {r.host_ms / r.batch * 1e3:>7.2f}" if host else ""
         print(
-            f"{r.batch:>6} {r.context:>8} {r.ms:>9.3f} {r.floor_ms:>8.3f} {r.ratio:>6.2f} "
-            f"{r.tb_per_s:>6.2f} {r.tokens_per_s:>9.0f}{host_columns}"
+            f"{r.batch:>6} {r.context:>8} {r.ms:>9.3f} {r.graph_ms:>8.3f} {r.over_graph:>6.3f} "
+            f"{r.floor_ms:>8.3f} {r.ratio:>6.2f} {r.tb_per_s:>6.2f} {r.tokens_per_s:>9.0f}"
+            f"{host_columns}"
         )
 
 
 def full_batches(config: EngineConfig, max_model_len: int) -> EngineConfig:
     """The configuration for `decode_times`: all KV blocks may be in use, none is kept back."""
     return replace(config, max_model_len=max_model_len, preemption_threshold=1.0)
+
+
+def graph_seconds(engine: LLMEngine, batch: int, context: int) -> float:
+    """Seconds of the graph of such a step, replayed without the engine around it.
+
+    Nothing may be running; what the KV cache holds is lost.
+    """
+    backend = engine.backend
+    assert isinstance(backend.executor, CudaExecutor)
+    steps = SyntheticSteps(backend.executor, backend.limits, engine.model.config.vocab_size)
+    return steps.graph_seconds("decode.plain", batch, context)
 
 
 def decode_times(

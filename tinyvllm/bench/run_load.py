@@ -16,6 +16,7 @@ from tinyvllm.engine.request import Request
 from tinyvllm.engine.step import ScheduledStep
 from tinyvllm.progress import Progress
 from tinyvllm.sampling_params import SamplingParams
+from tinyvllm.util import frozen_heap
 
 LATE = 20e-6  # seconds; who waits for less found the device done
 
@@ -119,7 +120,7 @@ def run_load(engine: LLMEngine, load: Load, *, shown: bool = True) -> LoadResult
     waited_before = getattr(executor, "waited", 0.0)
     start = now = time.perf_counter()
     todo = list(enumerate(load.requests))[::-1]
-    with Progress(load.num_output_tokens, load.name, "tok", shown=shown) as bar:
+    with frozen_heap(), Progress(load.num_output_tokens, load.name, "tok", shown=shown) as bar:
         while todo or engine.has_unfinished_requests():
             while todo and todo[-1][1].arrival <= now - start:
                 i, request = todo.pop()

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tinyvllm.engine.batch import MIN_CONTEXT_CLASS, Batch, size_class
+from tinyvllm.bench.timing import WARMUP_REPLAYS, captured, replay_seconds
+from tinyvllm.engine.batch import MIN_CONTEXT_CLASS, Batch, row_bucket, size_class
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.random_fill import fill_launches
 from tinyvllm.ops.row_params import as_words, new_row_params
 from tinyvllm.util import InputError, ceil_div
 
 KV_SCALE = 3**0.5 / 32768  # of random 16-bit integers: keys and values of variance 1
+GRAPH_REPLAYS = 15
 FILL_ELEMENTS = 1 << 30  # in one launch
 
 
@@ -88,6 +90,21 @@ class SyntheticSteps:
         starts = np.arange(rows + 1) * length
         ids = self._rng.integers(0, self._vocab, rows * length)
         return Batch(prefill_dims(rows, length), self._inputs(np.arange(rows), starts, ids))
+
+    def graph_seconds(self, program: str, rows: int, context: int) -> float:
+        """Time of a decode step as a graph replayed on its own, padded as the engine pads it.
+
+        `set_rows` is done here; the last of the replays has the context named.
+        """
+        first = max(0, context - WARMUP_REPLAYS - GRAPH_REPLAYS)
+        self.set_rows(rows, first, first + WARMUP_REPLAYS + GRAPH_REPLAYS)
+        step = self.decode(rows, context, row_bucket(rows, self._limits["R"]))
+        self._executor.run(program, step.dims, step.inputs, ()).discard()
+        self.set_position(first)
+        by_op = self._executor.launches_by_op(program, step.dims)
+        launches = [launch for _, launches in by_op for launch in launches]
+        with captured(launches, self._executor.stream) as graph:
+            return replay_seconds(graph, self._executor.stream, GRAPH_REPLAYS)
 
     def _inputs(
         self, slots: np.ndarray, starts: np.ndarray, ids: np.ndarray

@@ -43,6 +43,12 @@ def add(commands: Commands) -> None:
     kernels.add_argument("--svg", metavar="FILE", help="write a roofline")
     _finish(kernels, run_kernels)
 
+    attention = kinds.add_parser("attention", help="decode attention next to reads of its pages")
+    attention.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences")
+    attention.add_argument("--context", type=int, nargs="+", default=[2048, 4096], help="tokens")
+    attention.add_argument("--json", action="store_true", help="print one JSON object")
+    _finish(attention, run_attention)
+
     host = kinds.add_parser("host", help="Python's time for a step, on a device that does nothing")
     host.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="sequences")
     _finish(host, run_host)
@@ -195,6 +201,12 @@ def run_kernels(args: argparse.Namespace, config: EngineConfig) -> None:
         as_json=args.json,
         svg=args.svg,
     )
+
+
+def run_attention(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.attention import bench_attention
+
+    bench_attention(config, args.batch, args.context, as_json=args.json)
 
 
 def run_host(args: argparse.Namespace, config: EngineConfig) -> None:

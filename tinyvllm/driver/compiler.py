@@ -24,6 +24,7 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 # --- where things are
 
 
+@cache
 def cuda_src_dir() -> Path:
     """The directory of the kernels: inside the package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]

@@ -108,10 +108,6 @@ class PreparedLaunch:
         self._function, self._pointers = kernel.function, pointers
         self._config = launch_config(launch, pdl)
 
-    def load(self) -> None:
-        """Brings the kernel onto the device; the driver would wait for its first launch."""
-        call("cuFuncLoad", self._function)
-
     def run(self, stream: Stream) -> None:
         """Launches in `stream`; the driver copies the arguments before it returns."""
         self._config.hStream = stream.handle
@@ -148,6 +144,8 @@ def _load(spec: KernelSpec, image: bytes, lowered_name: str) -> LoadedKernel:
     try:
         module = call("cuModuleLoadData", image)
         function = call("cuModuleGetFunction", module, lowered_name.encode())
+        # Otherwise its first launch does that, and may wait for the device.
+        call("cuFuncLoad", function)
     except CudaError as error:
         raise error.with_detail(f"loading {spec.name}") from None
     name_kernel(function, spec)

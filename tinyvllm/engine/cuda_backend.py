@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from tinyvllm.config import EngineConfig
@@ -17,6 +18,7 @@ from tinyvllm.engine.sizing import (
     plan_engine,
     swap_space,
 )
+from tinyvllm.engine.step_kernels import step_kernels
 from tinyvllm.memory.cuda_swapper import CudaSwapper
 from tinyvllm.memory.pool import DevicePool, OutOfMemoryError, PoolStats
 from tinyvllm.memory.upload import CopyJob, Uploader
@@ -85,8 +87,11 @@ class CudaBackend:
             self.swapper: CudaSwapper | None = None
             if space is not None:
                 self.swapper = stack.enter_context(CudaSwapper(space, self.stream))
-            self._open(self._read_weights)
-            stack.callback(self._awake.close)  # after an error; otherwise it is closed before
+            with ThreadPoolExecutor(1, "kernels") as beside:
+                kernels = beside.submit(self._load_kernels)
+                self._open(self._read_weights)
+                stack.callback(self._awake.close)  # after an error; otherwise it is closed before
+                kernels.result()
             if self.swapper is not None and config.pin_swap_space:
                 self.swapper.reserve_all()
             self._resources = stack.pop_all()
@@ -118,6 +123,12 @@ class CudaBackend:
         with self._resources:
             self._drop_saved()
             self._awake.close()
+
+    def _load_kernels(self) -> None:
+        """Compiles and loads what steps may need, so that none of them waits for it."""
+        self.device.make_current()
+        info = self.device.info
+        self._loader.load_all(step_kernels(self._programs, self.limits, self._act, info))
 
     def _open(self, fill: Callable[[int], None]) -> None:
         """Brings the weights to a new address, by `fill`, and opens what works with the pool.

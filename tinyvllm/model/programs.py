@@ -161,10 +161,8 @@ def _sample(p: Program, logits: str, sampler: str) -> None:
         _declare_lists(p)
         states = _same(f"token_counts row_history {_LISTS}")
         logits = p.emit("adjust_logits", "adjusted", logits=logits, **rows, **at, **states)
-    min_logit = None
-    if sampler != "plain":
-        min_logit = p.emit("filter_logits", "min_logit", logits=logits, **rows)
-    p.emit("sample", "tokens", logits=logits, **rows, **at, min_logit=min_logit, out_kind=OUTPUT)
+    filtered = sampler != "plain"
+    p.emit("sample", "tokens", logits=logits, **rows, **at, filtered=filtered, out_kind=OUTPUT)
 
 
 def _logprobs(p: Program, rows: str, logits: str, targets: str) -> None:

@@ -181,7 +181,7 @@ def decode_launch(
     width, context = a.y.shape[1], a.dims["C"]
     pairs = rows * _head_blocks(width, kv_heads, head_dim)
     blocks, partitions = decode_blocks(pairs, context, head_dim, device.num_sms)
-    return DECODE(a.act, head_dim, inv_freq is not None).launch(
+    return DECODE(a.act, head_dim, inv_freq is not None, partitions == 0).launch(
         (blocks,),
         DECODE_THREADS,
         smem=decode_smem(blocks, head_dim, device),

@@ -180,20 +180,24 @@ class ProgramLaunches:
 
 
 def alike(program: Program) -> list[list[int]]:
-    """The numbers of the ops that are the same but for their layer, in groups, in order.
-
-    The same: in kind, attributes, and the roles and shapes of the operands.
-    """
+    """The numbers of the ops that are the same but for their layer, in groups, in order."""
     groups: dict[object, list[int]] = {}
     for i, op in enumerate(program.ops):
-        attrs = {name: value for name, value in op.attrs.items() if name != "layer"}
-        operands = tuple(
-            (operand, _role(program, name), program.shape_of(name))
-            for operand, name in op.operands.items()
-        )
-        key = op.kind, tuple(sorted(attrs.items())), operands
-        groups.setdefault(key, []).append(i)
+        groups.setdefault(likeness(program, op), []).append(i)
     return list(groups.values())
+
+
+def likeness(program: Program, op: Op) -> object:
+    """Equal for ops, of any programs, whose launches differ in addresses alone.
+
+    The kind, the attributes without the layer, and the roles and shapes of the operands.
+    """
+    attrs = {name: value for name, value in op.attrs.items() if name != "layer"}
+    operands = tuple(
+        (operand, _role(program, name), program.shape_of(name))
+        for operand, name in op.operands.items()
+    )
+    return op.kind, tuple(sorted(attrs.items())), operands
 
 
 def _role(program: Program, name: str) -> str:

@@ -24,7 +24,7 @@ STEP_INPUTS = Kernel(
     "ptr batch_slots, ptr query_start, ptr prompt_ids, ptr sample_rows, ptr row_position, "
     "ptr row_token, ptr token_ids, ptr positions, ptr token_slots, ptr seq_lens, "
     "ptr sample_index, ptr sample_slots, ptr sample_positions, i32 num_tokens, i32 num_rows, "
-    "i32 num_samples",
+    "i32 num_decode, i32 num_samples",
     pdl=True,
 )
 ADVANCE_ROWS = Kernel(
@@ -100,7 +100,8 @@ class StepInputs(OpDef):
     """Spreads the rows of a step over its tokens.
 
     Row r continues the sequence of slot batch_slots[r] with the tokens query_start[r] ...
-    query_start[r + 1] - 1. `prompt_ids` holds a token's id, or -1 for the token of the row state.
+    query_start[r + 1] - 1; of `dims`, D is the number of leading rows with exactly one token.
+    `prompt_ids` holds a token's id, or -1 for the token of the row state.
     After the last token of each of `sample_rows` a token is sampled. A row with slot -1 is padding:
     its tokens are 0 at position 0 of slot -1, its length is 0.
     """
@@ -158,6 +159,7 @@ class StepInputs(OpDef):
                 **arrays,
                 num_tokens=num_tokens,
                 num_rows=num_rows,
+                num_decode=a.dims["D"],
                 num_samples=num_samples,
             )
         ]

@@ -8,34 +8,29 @@ from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
 from tinyvllm.ops.arrays import nbytes
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.row_params import ROW_WORDS, as_row_params
+from tinyvllm.ops.token_filter import smallest_left
 from tinyvllm.util import DType, ceil_div
 
-SAMPLE_CHUNK = Kernel(
+SAMPLE = Kernel(
     "sample.cu",
-    "sample_chunk_kernel",
-    "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr min_logit, "
-    "ptr partial, i32 vocab",
+    "sample_kernel",
+    "ptr logits, ptr sample_slots, ptr sample_positions, ptr row_params, ptr tokens, i32 vocab",
     pdl=True,
 )
-SAMPLE_MERGE = Kernel(
-    "sample.cu",
-    "sample_merge_kernel",
-    "ptr partial, ptr sample_slots, ptr tokens, i32 num_chunks",
-    pdl=True,
-)
-# Constants of sample.cu.
-THREADS = 256
-CHUNK = 2048  # logits a block of the first kernel looks at
-PARTIAL_BYTES = 8  # a chunk's best value and where it is
+SHARED_BYTES = 9168  # of the struct Shared in row_part.cuh; logits follow
+# Up to as many rows a cluster shares out each: from there on, blocks that deal with a row of their
+# own are faster (docs/decode.md has the times).
+MAX_CLUSTER_ROWS = 32
+TILES = 4  # in shared memory at a time, where a block's logits don't all fit
 
 
 class Sample(OpDef):
     """The next token of each row.
 
     Temperature 0: the largest logit, the lowest index among equal ones. Else a draw from
-    softmax(logits / temperature), which depends on the row's seed and the token's position only.
-    Never chosen: a NaN, and what is below the row's `min_logit`; if there is nothing else the
-    token is 0, as it is for a row with slot -1.
+    softmax(logits / temperature), which depends on the row's seed and the token's position only;
+    with `filtered`, of the tokens that the row's min_p, top_k and top_p leave (token_filter.py).
+    Never chosen: a NaN; if there is nothing else the token is 0, as it is for a row with slot -1.
     """
 
     name = "sample"
@@ -44,10 +39,9 @@ class Sample(OpDef):
         "sample_slots": ("S",),
         "sample_positions": ("S",),
         "row_params": ("SLOTS", ROW_WORDS),
-        "min_logit": ("S",),
     }
-    optional = frozenset({"min_logit"})
     writes = {"tokens": ("S",)}
+    attrs = frozenset({"filtered"})
     out_dtypes = {"tokens": DType.I32}
 
     def reference(self, a: Operands) -> None:
@@ -57,7 +51,7 @@ class Sample(OpDef):
                 a.tokens[s] = 0
                 continue
             row, temperature = a.logits[s], params["temperature"][slot]
-            allowed = None if a.min_logit is None else row >= a.min_logit[s]
+            allowed = row >= smallest_left(row, params[slot]) if a.filtered else None
             if temperature > 0:
                 # Scaling the noise, not the logits, is the same and can't overflow.
                 noise = gumbel_noise(params["seed"][slot], int(a.sample_positions[s]), row.size)
@@ -77,42 +71,45 @@ class Sample(OpDef):
         S, V = a.logits.shape
         if S == 0:
             return []
-        num_chunks = ceil_div(V, CHUNK)
+        threads, cluster, tiles = shape(S, V, device)
         aligned = V % 4 == 0 and a.logits.ptr % 16 == 0
         return [
-            SAMPLE_CHUNK(aligned, a.min_logit is not None).launch(
-                (num_chunks, S),
-                THREADS,
+            SAMPLE(aligned, a.filtered, threads, cluster, tiles).launch(
+                (cluster, S),
+                threads,
+                smem=shared_bytes(V, threads, cluster, tiles),
+                cluster=cluster,
                 logits=a.logits.ptr,
                 sample_slots=a.sample_slots.ptr,
                 sample_positions=a.sample_positions.ptr,
                 row_params=a.row_params.ptr,
-                min_logit=0 if a.min_logit is None else a.min_logit.ptr,
-                partial=a.scratch,
-                vocab=V,
-            ),
-            SAMPLE_MERGE().launch(
-                (S,),
-                32,
-                partial=a.scratch,
-                sample_slots=a.sample_slots.ptr,
                 tokens=a.tokens.ptr,
-                num_chunks=num_chunks,
-            ),
+                vocab=V,
+            )
         ]
-
-    def scratch(self, a: Operands, device: DeviceInfo) -> int:
-        S, V = a.logits.shape
-        return int(S * ceil_div(V, CHUNK) * PARTIAL_BYTES)
 
     def cost(self, a: Operands) -> Cost:
         return Cost(nbytes(a.logits, a.tokens))
 
 
+def shape(rows: int, vocab: int, device: DeviceInfo) -> tuple[int, int, int]:
+    """How each row is dealt with: threads of a block, blocks of its cluster, and tiles of four
+    logits a thread that are in shared memory at a time, or 0 for all. No token depends on it."""
+    if device.compute_capability >= (9, 0) and rows <= MAX_CLUSTER_ROWS:
+        staged = shared_bytes(vocab, 256, 8, 0) <= device.smem_per_block
+        return 256, 8, 0 if staged else TILES
+    return 1024 if rows <= device.num_sms else 512, 1, TILES
+
+
+def shared_bytes(vocab: int, threads: int, cluster: int, tiles: int) -> int:
+    """Shared memory of a block with such a share of a row."""
+    return SHARED_BYTES + 16 * threads * (tiles or ceil_div(vocab, 4 * threads * cluster))
+
+
 def gumbel_noise(seed: np.ndarray, position: int, count: int) -> np.ndarray:
     """float32 Gumbel noise for the first `count` tokens of the vocabulary at one position.
 
-    `seed` is uint32[2]: low and high word. cuda_src/sample.cu states the rule.
+    `seed` is uint32[2]: low and high word. cuda_src/sample.cu and philox.cuh state the rule.
     """
     counter = np.zeros((4, ceil_div(count, 4)), np.uint32)
     counter[0] = np.arange(counter.shape[1])
