@@ -11,8 +11,8 @@
 // multiplies.
 //
 // CLUSTER neighbouring tiles along M are worked on by a cluster: each block loads a part of the
-// weights that they have in common, for all of them. With SPLIT the `split` blocks of a cluster share
-// out K of the same tile, and add up the sums at the end.
+// weights that they have in common, for all of them. With SPLIT the `split` blocks of a cluster
+// share out K of the same tile, and add up the sums at the end.
 //
 // Bound: up to some 150 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
 #include "matmul_tile.cuh"
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(
   const auto row_of = [&](const Step& at) {
     return (SPLIT ? at.m : at.m * CLUSTER + rank) * kBM;
   };
-  // Weights that no other tile reads leave L2 first. Beside float32 results (logits) that is slower.
+  // Weights that no other tile reads leave L2 first; beside float32 results (logits) that is slower.
   const u64 weight_policy =
       tiles_m == 1 && sizeof(Out) == 2 ? evict_first_policy() : evict_normal_policy();
   const auto load_weight = [&](int s) {
