@@ -40,7 +40,7 @@ class EngineConfig:
     dtype: str = option("auto", "type of weights, activations and KV cache on the GPU", DTYPES)
     max_model_len: int | None = option(None, "longest prompt + output in tokens (default: model's)")
     gpu_memory_utilization: float = option(0.75, "share of the memory free at start to use")
-    max_num_seqs: int = option(256, "most sequences in one step")
+    max_num_seqs: int = option(512, "most sequences in one step")
     max_num_batched_tokens: int = option(8192, "most tokens in one step")
     long_prefill_token_threshold: int = option(
         0, "most tokens of one prompt in a step in which others decode (0: no limit)"

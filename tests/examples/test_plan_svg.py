@@ -27,4 +27,4 @@ def test_the_picture_is_drawn(tmp_path):
 def test_another_model_and_program(golden, tmp_path):
     result = run(tmp_path / "x.svg", "--model", golden / "llama_bias", "--program", "decode.filter")
     assert result.returncode == 0, result.stderr
-    assert "decode.filter, 256 rows" in (tmp_path / "x.svg").read_text()
+    assert "decode.filter, 512 rows" in (tmp_path / "x.svg").read_text()

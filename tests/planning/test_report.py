@@ -40,7 +40,7 @@ def test_every_program_needs_hardly_more_than_its_live_buffers(large):
     for b in large.buffers:
         assert b.ratio <= 1.05, b.title
         assert b.layers_agree and b.num_layers == 16, b.title
-        assert b.plan.bytes_without_reuse > 2 * b.plan.arena_bytes, b.title
+        assert b.plan.bytes_without_reuse > 1.9 * b.plan.arena_bytes, b.title
 
 
 def test_a_layer_elsewhere_is_seen(large):
