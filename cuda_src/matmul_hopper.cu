@@ -259,18 +259,29 @@ __global__ void __launch_bounds__(
     return (SPLIT ? at.m : at.m * CLUSTER + rank) * kBM;
   };
   // Weights that no other tile reads leave L2 first; beside float32 results (logits) that is slower.
-  const u64 weight_policy =
-      tiles_m == 1 && sizeof(Out) == 2 ? evict_first_policy() : evict_normal_policy();
+  // Other loads have no hint at all: to ask for the normal policy makes them slower, too.
+  const bool once = tiles_m == 1 && sizeof(Out) == 2;
+  const u64 first_out = evict_first_policy();
   const auto load_weight = [&](int s) {
     const u32 dst = stages + s * kStageBytes;
     const int row = step.n * BN;
     barrier_expect(full + 8 * s, kStageBytes);
+    const int k = step.k * kTileK;
     if constexpr (CLUSTER == 1) {
-      tma_load(dst, weight_map, row, step.k * kTileK, full + 8 * s, weight_policy);
+      if (once) {
+        tma_load(dst, weight_map, row, k, full + 8 * s, first_out);
+      } else {
+        tma_load(dst, weight_map, row, k, full + 8 * s);
+      }
     } else {
-      tma_load_multicast(dst + rank * (kWeightBytes / CLUSTER), weight_map,
-                         row + rank * (BN / CLUSTER), step.k * kTileK, full + 8 * s,
-                         (1 << CLUSTER) - 1, weight_policy);
+      const u32 part = dst + rank * (kWeightBytes / CLUSTER);
+      const int part_row = row + rank * (BN / CLUSTER);
+      constexpr u16 kAll = (1 << CLUSTER) - 1;
+      if (once) {
+        tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll, first_out);
+      } else {
+        tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll);
+      }
     }
   };
   const auto load_x = [&](int s) {

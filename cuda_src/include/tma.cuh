@@ -95,16 +95,10 @@ __device__ __forceinline__ void tma_load(u32 dst, const TensorMap& map, int row,
       : "memory");
 }
 
-// How long L2 keeps what a copy reads.
+// For what a copy reads to leave L2 before anything else.
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ u64 evict_normal_policy() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
   return policy;
 }
 
@@ -117,7 +111,16 @@ __device__ __forceinline__ void tma_load(u32 dst, const TensorMap& map, int row,
       : "memory");
 }
 
-// The same to the same shared address, and with the same barrier, of each block in `mask`.
+// Both to the same shared address, and with the same barrier, of each block in `mask`.
+__device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map, int row, int col,
+                                                   u32 barrier, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
+      "l"(&map), "r"(col), "r"(row), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map, int row, int col,
                                                    u32 barrier, u16 mask, u64 policy) {
   asm volatile(

@@ -24,6 +24,7 @@ from tinyvllm.util import InputError
 
 WARMUP_STEPS = 8
 MEASURED_STEPS = 48
+SETTLE_STEPS = 256  # at most half the context: prompts heat the card, which then runs slower
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def bench_latency(
     longest = max(contexts) + MEASURED_STEPS
     with LLM(**asdict(full_batches(config, longest))) as llm:
         for batch, context in itertools.product(batches, contexts):
-            seconds, host_seconds = decode_times(llm.engine, batch, context)
+            settle = min(SETTLE_STEPS, context // 2)
+            seconds, host_seconds = decode_times(llm.engine, batch, context, settle=settle)
             graph = graph_seconds(llm.engine, batch, context)
             num_bytes, floor = step_floor(
                 llm.engine.model.config, config.block_size, batch, context, copy_rate, flops
@@ -116,20 +118,26 @@ def graph_seconds(engine: LLMEngine, batch: int, context: int) -> float:
 
 
 def decode_times(
-    engine: LLMEngine, batch: int, context: int, each_step: Callable[[], None] | None = None
+    engine: LLMEngine,
+    batch: int,
+    context: int,
+    each_step: Callable[[], None] | None = None,
+    settle: int = 0,
 ) -> tuple[float, float]:
     """Median seconds of a step, and of the host's own work in it, while all rows decode.
 
     Runs until every request has finished. The middle of the measured steps has the context named.
-    `each_step` is called before each measured step and counts to its time. Raises InputError when
-    the rows never decode all at once for long enough.
+    `each_step` is called before each measured step and counts to its time. `settle` steps more
+    come before those that are measured. Raises InputError when the rows never decode all at once
+    for long enough.
     """
-    params = SamplingParams(temperature=0, max_tokens=MEASURED_STEPS, ignore_eos=True)
+    tokens = settle + MEASURED_STEPS
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     if batch > engine.scheduler.max_num_seqs:
         raise InputError(f"batch {batch}: at most max_num_seqs={engine.scheduler.max_num_seqs}")
     rng = np.random.default_rng(0)
     for i in range(batch):
-        length = max(1, context - MEASURED_STEPS // 2)
+        length = max(1, context - MEASURED_STEPS // 2 - settle)
         ids = rng.integers(0, engine.model.config.vocab_size, length).tolist()
         engine.add_request(f"{batch}.{context}.{i}", {"prompt_token_ids": ids}, params)
     times, host = [], []
@@ -145,7 +153,8 @@ def decode_times(
         if decoding:
             times.append(seconds)
             host.append(seconds - (getattr(executor, "waited", 0.0) - waited))
-    steady = slice(WARMUP_STEPS, -WARMUP_STEPS)
+    first = max(WARMUP_STEPS, len(times) - MEASURED_STEPS + WARMUP_STEPS)
+    steady = slice(first, -WARMUP_STEPS)
     if not times[steady]:
         raise InputError(
             f"batch {batch}, context {context}: all rows decode in {len(times)} steps, and more "

@@ -75,6 +75,7 @@ MATMUL_FEW_ROWS = Kernel(
 MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
 HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
+HOPPER_CLUSTERED = 256
 HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
@@ -199,8 +200,12 @@ def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tupl
         summed = 1 + 0.5 * split + tile.rows * tile.cols / 5000 if split > 1 else 0.0
         return edges + max(products, loaded / HOPPER_L2) + summed
 
-    # No warpgroup is without rows.
-    tiles = [t for t in HOPPER_US if t.rows * t.cluster < M + 64]
+    # No warpgroup is without rows. Clusters were measured for up to HOPPER_CLUSTERED rows.
+    tiles = [
+        t
+        for t in HOPPER_US
+        if t.rows * t.cluster < M + 64 and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
+    ]
     return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
 

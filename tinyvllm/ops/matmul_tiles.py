@@ -1,17 +1,17 @@
 """The tiles that products are cut into, for each kernel, and how fast they were measured to be.
 
 Tiles of matmul_hopper.cu that were fastest on an H200 (us, 2026-11-30, in chains of 2 to 16
-products, interleaved with cuBLAS, whose time stands below). 2x: in clusters of two. /s: with K
-split over s blocks. a: consumers alternate.
+products, interleaved with cuBLAS, whose time stands below). 2x, 3x: in clusters of two, three.
+/s: with K split over s blocks. a: consumers alternate.
 
     M     qkv 3072x2048    o 2048x2048      gate_up 16384x2048  down 2048x8192   head 128256x2048
     64    64x64     6.8    64x64/3    6.2   64x64       16.9    64x64/3    12.2  64x64     134.0
           cuBLAS    6.4               6.0               18.7               14.3            140.0
     128   2x64x64   7.7    2x64x64    6.9   128x128     18.6    128x64/3   15.6  128x128   152.6
           cuBLAS    7.0               6.7               20.9               17.1            142.0
-    192   128x64   11.7    128x64     8.8   192x128     22.1    192x128/6  20.3
+    192   3x64x96   8.3    2x64x64    8.3   192x128     22.1    192x128/6  20.3
           cuBLAS    8.2               6.7               23.0               22.5
-    256   128x64    9.6    128x64     8.8   128x256     27.8    128x128/3  21.3  128x256   228.3
+    256   2x64x128  8.8    2x64x64    8.1   128x256     27.8    128x128/3  21.3  128x256   228.3
           cuBLAS    7.9               6.7               27.6               21.6            200.9
     512   128x128  12.3    128x128   11.3   a128x128    52.4    128x128/2  33.2
           cuBLAS   11.1               9.2               54.7               29.3
@@ -159,6 +159,8 @@ WIDE_TILES = (WideTile(16, 11), WideTile(32, 9))
 HOPPER_US = {
     HopperTile(1, 1, 64, 12): (5.0, 5.0),
     HopperTile(1, 1, 64, 12, cluster=2): (4.9, 4.9),
+    HopperTile(1, 1, 96, 8, cluster=3): (5.5, 5.8),
+    HopperTile(1, 1, 128, 8, cluster=2): (6.0, 6.3),
     HopperTile(1, 2, 64, 8): (7.0, 7.7),
     HopperTile(1, 2, 128, 6): (10.3, 12.0),
     HopperTile(1, 3, 128, 4): (18.6, 19.6),
