@@ -3,6 +3,7 @@
 import ctypes
 import random
 import struct
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from tinyvllm.driver.kernel import LoadedKernel, _packing
 from tinyvllm.driver.repeated import RepeatedLaunch, moved
 from tinyvllm.driver.spec import Kernel, TensorMap
 from tinyvllm.engine.batch import step_limits
+from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.model.presets import PRESETS
 from tinyvllm.model.programs import step_program
@@ -21,6 +23,7 @@ from tinyvllm.model.weights import packed_weights, place_weights
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.launches import SizesRead, alike
 from tinyvllm.ops.lower import lower
+from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
 from tinyvllm.util import DType, InputError
 
 MODEL = replace(PRESETS["llama-3.2-1b"], num_hidden_layers=3, vocab_size=1000)
@@ -127,6 +130,34 @@ def test_moved_launches_are_those_worked_out_for_each_op(launched, loader, path,
             assert have == launched
             assert len(have) > 3 * 7
         executor.close()
+
+
+def test_columns_of_a_buffer_that_lies_elsewhere_are_found(launched, loader):
+    p = Program("t")
+    p.buffer("both", ("T", 16), kind=INPUT)
+    p.buffers["gate"] = Buffer("gate", ("T", 8), None, parent="both", column=0)
+    p.buffers["up"] = Buffer("up", ("T", 8), None, parent="both", column=8)
+    p.emit("silu_mul", "y", gate="gate", up="up", out_kind=OUTPUT)
+    with (
+        Device() as device,
+        driver_kernel.Stream() as stream,
+        DevicePool(device, 1 << 30) as pool,
+        closing(
+            CudaExecutor(
+                [p],
+                {"both": DeviceArray(4096, (4, 16), DType.BF16)},
+                {"T": 4},
+                act=DType.BF16,
+                info=device.info,
+                pool=pool,
+                loader=loader,
+                stream=stream,
+            )
+        ) as executor,
+    ):
+        executor.run("t", {"T": 4}, {}, ()).discard()
+    ((*_, args),) = launched
+    assert [int.from_bytes(arg, "little") for arg in args[:2]] == [4096, 4096 + 16]
 
 
 def mixed(ptr, n, map_ptr, k, *, grid=4, pdl=True, cluster=1, **change):

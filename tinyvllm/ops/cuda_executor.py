@@ -305,7 +305,6 @@ class CudaExecutor:
         b = p.buffers[name]
         if b.parent is not None:
             parent = self._place(p, b.parent, room, plan, arena)
-            assert isinstance(parent, Place)
             return parent.columns(b.column, int(b.shape[-1]))
         if b.kind == EXTERNAL:
             assert self._previous is not None, f"{p.name} runs after another program"
