@@ -21,6 +21,8 @@ from tinyvllm.util import InputError
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
+    for item in marked:  # side by side they would take each other's memory
+        item.add_marker(pytest.mark.xdist_group("gpu"))
     if marked and (reason := cuda_unavailable()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
