@@ -113,7 +113,8 @@ def test_what_cannot_be_asked_is_one_line(argv, message, capsys):
 def start(server, *options, **how):
     command = [sys.executable, "-m", "tinyvllm", "top", "--url", server.url, "--interval", "0.1"]
     env = {**os.environ, "TERM": "xterm"}
-    env.pop("NO_COLOR", None)
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):  # pytest-xdist sets a size
+        env.pop(name, None)
     return subprocess.Popen([*command, *options], cwd=ROOT, env=env, **how)
 
 

@@ -123,7 +123,7 @@ def test_data_are_all_there(engine, get):
     assert data["config"] == {
         "block_size": 16,
         "max_model_len": 100,
-        "max_num_seqs": 256,
+        "max_num_seqs": 512,
         "preemption_threshold": 0.85,
     }
     (request,) = data["requests"]

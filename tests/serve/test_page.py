@@ -104,6 +104,7 @@ def test_pictures_in_the_dark_in_the_light_and_on_a_phone(page):
     folder = ROOT / "build" / "dashboard"
     folder.mkdir(parents=True, exist_ok=True)
     page.wait("document.querySelectorAll('#rows tr').length > 10")
+    page.wait("/\\d/.test(document.querySelector('#generated').textContent)")
     drawn = {}
     for name, (width, dark, scale) in PICTURES.items():
         page.show(width, 900, dark=dark, scale=scale, mobile=name == "phone")
