@@ -15,7 +15,7 @@ from tinyvllm.model.weights import dummy_launches, load_numpy, packed_weights, p
 from tinyvllm.ops.random_fill import RANDOM_FILL, dummy_values
 from tinyvllm.util import DType, InputError
 
-H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 60 << 20, 141 << 30)
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 141 << 30)
 LLAMA = PRESETS["llama-3.2-1b"]
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",

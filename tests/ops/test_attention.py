@@ -14,7 +14,7 @@ from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
 from tinyvllm.util import DType, InputError, ceil_div
 
-H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30)
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 140 << 30)
 LAYERS, LAYER = 2, 1
 CONTEXTS = [1, 7, 16, 17, 63, 200, 1000, 4097]
 

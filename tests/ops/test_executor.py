@@ -18,7 +18,7 @@ from tinyvllm.ops.lower import lower
 from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Buffer, Op, Program
 from tinyvllm.util import DType
 
-H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 60 << 20, 141 << 30)
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 141 << 30)
 
 
 def chain():

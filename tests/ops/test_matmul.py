@@ -16,7 +16,7 @@ from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
 from tinyvllm.util import DType
 
-H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30, "hopper")
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 140 << 30, "hopper")
 ROWS = [1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 64, 65, 127, 130, 192, 257]
 SHAPES = [
     (1, 8),

@@ -26,11 +26,11 @@ from tinyvllm.ops.matmul_tiles import (
     WIDE_TILES,
 )
 
-H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 50 << 20, 140 << 30, "hopper")
+H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 140 << 30, "hopper")
 PORTABLE = replace(H200, kernel_path="portable")
-A100 = DeviceInfo("A100", (8, 0), 108, 163 << 10, 40 << 20, 80 << 30)
-L40S = DeviceInfo("L40S", (8, 9), 142, 99 << 10, 96 << 20, 48 << 30)
-RTX = DeviceInfo("RTX 5090", (12, 0), 170, 99 << 10, 96 << 20, 32 << 30)
+A100 = DeviceInfo("A100", (8, 0), 108, 163 << 10, 80 << 30)
+L40S = DeviceInfo("L40S", (8, 9), 142, 99 << 10, 48 << 30)
+RTX = DeviceInfo("RTX 5090", (12, 0), 170, 99 << 10, 32 << 30)
 DEVICES = [H200, PORTABLE, A100, L40S, RTX]
 
 SHAPES = [(1, 8), (3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048), (49, 40)]

@@ -107,7 +107,6 @@ def _device_info(handle: Any, kernel_path: str) -> DeviceInfo:
         compute_capability=capability,
         num_sms=_attribute(handle, "MULTIPROCESSOR_COUNT"),
         smem_per_block=_attribute(handle, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
-        l2_bytes=_attribute(handle, "L2_CACHE_SIZE"),
         total_memory=int(call("cuDeviceTotalMem", handle)),
         # wgmma, TMA and setmaxnreg as the Hopper kernels use them exist on 9.0 alone.
         kernel_path="hopper" if capability == (9, 0) and kernel_path == "auto" else "portable",

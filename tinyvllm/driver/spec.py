@@ -150,6 +150,5 @@ class DeviceInfo:
     compute_capability: tuple[int, int]
     num_sms: int
     smem_per_block: int  # bytes a block may use after opting in
-    l2_bytes: int
     total_memory: int
     kernel_path: str = "portable"  # "hopper" or "portable"

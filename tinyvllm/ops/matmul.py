@@ -79,23 +79,15 @@ def check_depth(program: Program, op: Op) -> None:
         raise ValueError(f"{op.kind}: K={K} must be a multiple of 8")
 
 
-class Matmul(OpDef):
-    """y = x weight^T + bias. x (M, K), weight (N, K), bias (N,) or absent, y (M, N) activations
-    or float32. K must be a multiple of 8."""
+class Product(OpDef):
+    """What ops share that are a product of x with a weight, whatever is done to its result."""
 
-    name = "matmul"
-    reads = {"x": ("M", "K"), "weight": ("N", "K"), "bias": ("N",)}
-    writes = {"y": ("M", "N")}
     optional = frozenset({"bias"})
     batch_invariant = False  # the kernel changes with M
-
-    def reference(self, a: Operands) -> None:
-        np.matmul(a.x, a.weight.T, out=a.y)
-        if a.bias is not None:
-            a.y += a.bias
+    silu = False
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        return [matmul_launch(a, device)]
+        return [matmul_launch(a, device, silu=self.silu)]
 
     def cost(self, a: Operands) -> Cost:
         return matmul_cost(a)
@@ -105,7 +97,21 @@ class Matmul(OpDef):
         check_depth(program, op)
 
 
-class MatmulAdd(OpDef):
+class Matmul(Product):
+    """y = x weight^T + bias. x (M, K), weight (N, K), bias (N,) or absent, y (M, N) activations
+    or float32. K must be a multiple of 8."""
+
+    name = "matmul"
+    reads = {"x": ("M", "K"), "weight": ("N", "K"), "bias": ("N",)}
+    writes = {"y": ("M", "N")}
+
+    def reference(self, a: Operands) -> None:
+        np.matmul(a.x, a.weight.T, out=a.y)
+        if a.bias is not None:
+            a.y += a.bias
+
+
+class MatmulAdd(Product):
     """y = x weight^T + bias + residual, rounded once. residual (M, N); else as matmul."""
 
     name = "matmul_add"
@@ -116,21 +122,9 @@ class MatmulAdd(OpDef):
         "residual": ("M", "N"),
     }
     writes = {"y": ("M", "N")}
-    optional = frozenset({"bias"})
-    batch_invariant = False
-
-    def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        return [matmul_launch(a, device)]
-
-    def cost(self, a: Operands) -> Cost:
-        return matmul_cost(a)
-
-    def check(self, program: Program, op: Op) -> None:
-        super().check(program, op)
-        check_depth(program, op)
 
 
-class MatmulSiluMul(OpDef):
+class MatmulSiluMul(Product):
     """y = silu(gate) * up with gate and up from one product. x (M, K), y (M, I), I % 8 == 0.
 
     weight (2 I, K) alternates 8 gate rows with their 8 up rows; bias (2 I,) likewise or absent.
@@ -139,18 +133,10 @@ class MatmulSiluMul(OpDef):
     name = "matmul_silu_mul"
     reads = {"x": ("M", "K"), "weight": ("N2", "K"), "bias": ("N2",)}
     writes = {"y": ("M", "I")}
-    optional = frozenset({"bias"})
-    batch_invariant = False
-
-    def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        return [matmul_launch(a, device, silu=True)]
-
-    def cost(self, a: Operands) -> Cost:
-        return matmul_cost(a)
+    silu = True
 
     def check(self, program: Program, op: Op) -> None:
         super().check(program, op)
-        check_depth(program, op)
         rows = program.shape_of(op.operands["weight"])[0]
         cols = program.shape_of(op.operands["y"])[1]
         if not isinstance(cols, int) or rows != 2 * cols or cols % 8:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from tinyvllm.driver.spec import DeviceInfo, Launch
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.arrays import nbytes
-from tinyvllm.ops.matmul import Matmul, MatmulSiluMul, matmul_cost, matmul_launch
+from tinyvllm.ops.matmul import Matmul, MatmulSiluMul, Product, matmul_cost, matmul_launch
 from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, choose
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program, Shape
@@ -24,8 +24,7 @@ class NormMatmul(OpDef):
     """
 
     name = "norm_matmul"
-    product: ClassVar[type[OpDef]] = Matmul
-    silu: ClassVar[bool] = False
+    product: ClassVar[type[Product]] = Matmul
     reads: ClassVar[Mapping[str, Shape]] = {**Matmul.reads, "norm_weight": ("K",)}
     writes: ClassVar[Mapping[str, Shape]] = Matmul.writes
     optional = frozenset({"bias"})
@@ -37,14 +36,14 @@ class NormMatmul(OpDef):
         # In float16, x * norm_weight may be out of range.
         if (
             a.act is DType.BF16
-            and choose(M, N, K, device, silu=self.silu).kernel is MATMUL_FEW_ROWS
+            and choose(M, N, K, device, silu=self.product.silu).kernel is MATMUL_FEW_ROWS
         ):
-            return [matmul_launch(a, device, silu=self.silu)]
+            return [matmul_launch(a, device, silu=self.product.silu)]
         normed = DeviceArray(a.scratch, a.x.shape, a.act, max_rows=a.x.max_rows)
         product = Operands(x=normed, weight=a.weight, bias=a.bias, y=a.y, act=a.act)
         return [
             *norm_launches(a.x, a.norm_weight, normed, a.eps),
-            matmul_launch(product, device, silu=self.silu),
+            matmul_launch(product, device, silu=self.product.silu),
         ]
 
     def scratch(self, a: Operands, device: DeviceInfo) -> int:
@@ -67,6 +66,5 @@ class NormMatmulSiluMul(NormMatmul):
 
     name = "norm_matmul_silu_mul"
     product = MatmulSiluMul
-    silu = True
     reads: ClassVar[Mapping[str, Shape]] = {**MatmulSiluMul.reads, "norm_weight": ("K",)}
     writes: ClassVar[Mapping[str, Shape]] = MatmulSiluMul.writes
