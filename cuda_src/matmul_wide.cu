@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(128, 2)
   float sum[BM / 2] = {};
   for (int t = first; t < last; t++) {
     cp_async_wait<kAhead - 1>();
-    fence_for_wgmma();
+    fence_async();
     __syncthreads();  // tile t is there for all; all have waited for the products of tile t - 1
     load_weight(t + kAhead);
     load_x(t + kAhead);

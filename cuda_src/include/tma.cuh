@@ -131,7 +131,8 @@ __device__ __forceinline__ void tma_load_multicast(u32 dst, const TensorMap& map
 }
 
 // Starts the copy of a box from shared to global memory. Before it, what threads wrote there needs
-// fence_async() by the writers and a barrier; after it, tma_store_commit() by the same thread.
+// fence_async() (wgmma.cuh) by the writers and a barrier; after it, tma_store_commit() by the same
+// thread.
 __device__ __forceinline__ void tma_store(const TensorMap& map, int row, int col, u32 src) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::
                    "l"(&map),
@@ -143,18 +144,7 @@ __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until at most `Pending` of this thread's groups of stores still read shared memory.
-template <int Pending> __device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
-}
-
 // Waits until at most `Pending` of this thread's groups of stores are not yet in memory.
 template <int Pending> __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
-// What this thread wrote to shared memory is seen by copies and products that are started after a
-// barrier that follows.
-__device__ __forceinline__ void fence_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

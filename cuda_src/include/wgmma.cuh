@@ -28,8 +28,8 @@ template <int Pending> __device__ __forceinline__ void wgmma_wait() {
 }
 
 // What this thread wrote to shared memory (cp.async included, once waited for) is seen by products
-// that are issued after a barrier that follows.
-__device__ __forceinline__ void fence_for_wgmma() {
+// and copies by tensor map that are started after a barrier that follows.
+__device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -40,11 +40,6 @@ template <int Registers> __device__ __forceinline__ void give_registers() {
 
 template <int Registers> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
-}
-
-// A __syncthreads() of the first Threads threads of a block.
-template <int Threads> __device__ __forceinline__ void sync_first() {
-  asm volatile("bar.sync 1, %0;" ::"n"(Threads) : "memory");
 }
 
 // d += a b^T for tiles by their descriptors. Between a wgmma_fence() and the wgmma_wait() for its
