@@ -1,8 +1,11 @@
 """What tests of several folders share: the GPU, opened once or its tests skipped; golden models."""
 
+import fcntl
 import os
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,14 +21,50 @@ from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.model import smollm2
 from tinyvllm.util import InputError
 
+GPU_PROCESSES = 4  # at most so many of xdist's: each has a context of half a gigabyte
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    for item in marked:  # side by side they would take each other's memory
-        item.add_marker(pytest.mark.xdist_group("gpu"))
+    files = list(dict.fromkeys(item.path for item in marked))
+    for item in marked:
+        group = f"gpu{files.index(item.path) % GPU_PROCESSES}"
+        item.add_marker(pytest.mark.xdist_group(group))
     if marked and (reason := cuda_unavailable()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test of the GPU waits for its turn before any of its fixtures is set up."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None or item.get_closest_marker("skip"):
+        return (yield)
+    with gpu_turn(marker.kwargs.get("alone", False)):
+        return (yield)
+
+
+@contextmanager
+def gpu_turn(alone: bool) -> Iterator[None]:
+    """Processes share the GPU, but while a test measures it, no test of another one runs.
+
+    Who waits to be alone stays at the head of the queue, so that no other test begins meanwhile.
+    """
+    path = Path(tempfile.gettempdir()) / f"tinyvllm-tests-{os.getuid()}"
+    with ExitStack() as stack:
+        queue, gpu = (stack.enter_context(open(f"{path}.{n}", "w")) for n in ("queue", "gpu"))
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def gpu_context(request: pytest.FixtureRequest) -> None:
+    """Tests of the GPU find its context open: each that opens one waits for a third of a second."""
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("device")
 
 
 # A shell ignores SIGINT for what it runs in the background, and children inherit that: servers and

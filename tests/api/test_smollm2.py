@@ -30,7 +30,7 @@ def cpu(smollm2_gguf: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def cuda(smollm2_gguf: Path) -> Iterator[LLM]:
-    with LLM(str(smollm2_gguf), device="cuda", max_model_len=2048) as llm:
+    with LLM(str(smollm2_gguf), device="cuda", max_model_len=2048, max_num_seqs=16) as llm:
         yield llm
 
 

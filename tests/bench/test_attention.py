@@ -40,7 +40,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     assert "bench attention needs a GPU: no driver" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_bench_attention(device, capsys):
     assert main(["bench", "attention", "--batch", "3", "--context", "700", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

@@ -130,7 +130,7 @@ def test_machine_code_needs_the_toolkit(monkeypatch):
         kernel.disassembled(b"")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize(
     ("name", "batch"), [("attention_decode", "9"), ("rms_norm", "9"), ("matmul", "1")]
 )

@@ -76,7 +76,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     assert "bench kernels needs a GPU: no driver" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_bench_kernels(device, capsys, tmp_path, phase):
     svg = tmp_path / "roofline.svg"

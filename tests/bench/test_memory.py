@@ -100,7 +100,7 @@ def test_a_gpu_is_needed(capsys):
     assert "bench memory needs a GPU" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_allocations_and_copies_on_the_device(device, stream):
     times = memory.allocation_times(device, stream, 100)
     assert 0.1 < times.binding_us < times.pool_us < times.driver_us

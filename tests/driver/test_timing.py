@@ -104,7 +104,7 @@ __global__ void spin(unsigned* out, unsigned n) {
 """
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_times_on_the_device(device, stream, tmp_path):
     (tmp_path / "spin.cu").write_text(SPIN)
     spin = Kernel(str(tmp_path / "spin.cu"), "spin", "ptr out, u32 n")()

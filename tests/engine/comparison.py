@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+from driving import run, tokens_of
 
 from tinyvllm.engine.batch import request_seed
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
 from tinyvllm.ops.sample import gumbel_noise
-from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import MAX_SEED, SamplingParams
 
 # How far apart, in logits, two values must be for rounding not to swap them: float32, bfloat16.
 MARGIN = {"cpu": 1e-3, "cuda": 0.25}
-
-
-def run(
-    engine: LLMEngine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[RequestOutput]:
-    """Outputs of all prompts, queued at once; `params` is one or one each."""
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            outputs[int(output.request_id)] = output
-        engine.scheduler.check_integrity()
-    engine.scheduler.end_copies()
-    assert engine.scheduler.blocks.num_used == 0, "blocks are freed at once, or after their copies"
-    return [outputs[i] for i in range(len(prompts))]
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    """The tokens of the first (or only) sequence of each."""
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 class Comparison:

@@ -8,8 +8,8 @@ import random
 import shutil
 
 import pytest
-from comparison import run as run_queued
-from comparison import tokens_of
+from driving import run as run_queued
+from driving import tokens_of
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
@@ -380,7 +380,7 @@ def test_reserved_memory_is_constant_over_a_thousand_mixed_steps(open_gpu_engine
     assert streams == launched and len(streams) == 1, "they come and go in the stream's order"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_is_seen_in_the_free_memory_of_the_device(open_gpu_engine, device, level):
     engine = open_gpu_engine(model="llama-3.2-1b", load_format="dummy", max_num_seqs=8)

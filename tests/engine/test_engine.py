@@ -5,8 +5,8 @@ import pickle
 
 import numpy as np
 import pytest
-from comparison import run as run_queued
-from comparison import tokens_of
+from driving import recorded, tokens_of
+from driving import run as run_queued
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import runner as runner_module
@@ -101,20 +101,6 @@ def test_chunked_prompts_mixed_with_decodes_give_the_same_tokens(open_engine, ca
 def test_block_size_makes_no_difference(open_engine, cases, block_size):
     prompts, wanted, _ = zip(*cases("llama_bias"), strict=True)
     assert tokens_of(run(open_engine("llama_bias", block_size=block_size), prompts)) == list(wanted)
-
-
-def recorded(engine):
-    """The steps that the engine schedules from now on."""
-    steps, schedule = [], engine.scheduler.schedule
-
-    def record():
-        step = schedule()
-        if step is not None:
-            steps.append(step)
-        return step
-
-    engine.scheduler.schedule = record
-    return steps
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64, "max_num_seqs": 6}])

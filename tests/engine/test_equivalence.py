@@ -5,7 +5,6 @@ value leads the second by more than rounding can change, and go on so after such
 """
 
 import dataclasses
-import functools
 import itertools
 import signal
 import threading
@@ -13,38 +12,27 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from comparison import Comparison, tokens_of
-from comparison import run as run_all
+from driving import recorded, tokens_of
+from driving import run as run_all
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig
 from tinyvllm.engine.batch import request_seed
-from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
 from tinyvllm.sampling_params import MAX_SEED
 
-MODEL = "llama_bias"
 VOCAB = 512
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device_name(request):
-    return request.param
-
-
 @pytest.fixture
-def open_engine(golden, device_name):
-    """Opens engines by their options, and closes them."""
+def open_engine(open_engine):
+    """Opens engines whose results are watched, and closes them."""
     engines = []
 
     def open_one(**options):
-        options = {**SIZES, "device": device_name, **options}
-        engine = LLMEngine(EngineConfig(model=str(golden / MODEL), **options))
-        engine.results = watch_results(engine)
-        engines.append(engine)
-        return engine
+        engines.append(watched(open_engine(**options)))
+        return engines[-1]
 
     yield open_one
     for engine in engines:
@@ -54,14 +42,14 @@ def open_engine(golden, device_name):
 
 @pytest.fixture
 def open_llm(golden, device_name):
-    """Opens LLMs by their options, and closes them."""
+    """Opens LLMs whose results are watched, and closes them."""
     opened = []
 
     def open_one(**options):
-        llm = LLM(str(golden / MODEL), **{**SIZES, "device": device_name, **options})
-        llm.engine.results = watch_results(llm.engine)
-        opened.append(llm)
-        return llm
+        options = {**SIZES, "device": device_name, **options}
+        opened.append(LLM(str(golden / "llama_bias"), **options))
+        watched(opened[-1].engine)
+        return opened[-1]
 
     yield open_one
     for llm in opened:
@@ -70,24 +58,21 @@ def open_llm(golden, device_name):
 
 
 @pytest.fixture
-def check(open_engine):
+def check(comparison):
     """Asserts that outputs are the wanted ones, but for what rounding explains."""
-
-    @functools.cache
-    def comparison():
-        return Comparison(open_engine(enable_prefix_caching=False))
 
     def check_all(engine, prompts, params, have, want):
         each = params if isinstance(params, list) else [params] * len(prompts)
         for prompt, p, a, b in zip(prompts, each, have, want, strict=True):
             if a != b:
-                comparison().check(engine, prompt, p, a, b)
+                comparison.check(engine, prompt, p, a, b)
 
     return check_all
 
 
-def watch_results(engine):
-    """Counts the executor's results that are neither read nor discarded, and its programs."""
+def watched(engine):
+    """The engine, whose `results` count the executor's that are neither read nor discarded, and
+    its programs."""
     counts, executor = Counter(), engine.backend.executor
     plain = executor.run
 
@@ -113,8 +98,8 @@ def watch_results(engine):
         counts[program] += 1
         return Watched(result)
 
-    executor.run = run
-    return counts
+    executor.run, engine.results = run, counts
+    return engine
 
 
 def random_prompts(count, seed=0, shortest=1, longest=60):
@@ -137,20 +122,6 @@ def run(engine, prompts, params=GREEDY):
 def alone(engine, prompts, params=GREEDY):
     each = params if isinstance(params, list) else [params] * len(prompts)
     return [tokens_of(run(engine, [p], one))[0] for p, one in zip(prompts, each, strict=True)]
-
-
-def recorded(engine):
-    """The steps that the engine schedules from now on."""
-    steps, schedule = [], engine.scheduler.schedule
-
-    def record():
-        step = schedule()
-        if step is not None:
-            steps.append(step)
-        return step
-
-    engine.scheduler.schedule = record
-    return steps
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "sampled", "filtered", "adjusted"])
@@ -190,40 +161,39 @@ def test_launched_ahead_and_step_by_step(open_engine, check, params):
 
 
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_cached_prefixes_and_computed_ones(open_engine, check, block_size):
+def test_cached_prefixes_and_computed_ones(open_engine, reference, check, block_size):
     """The second time all full blocks are found, also those of the outputs."""
     prompts = random_prompts(8, seed=3, longest=70)
     cached = open_engine(block_size=block_size)
-    computed = open_engine(block_size=block_size, enable_prefix_caching=False)
-    want = alone(computed, prompts)
+    want = alone(reference, prompts)
     longer = [p + t for p, t in zip(prompts, want, strict=True)]
     for batch in (prompts, prompts, longer, longer):
-        have, want = tokens_of(run(cached, batch)), tokens_of(run(computed, batch))
+        have, want = tokens_of(run(cached, batch)), tokens_of(run(reference, batch))
         check(cached, batch, GREEDY, have, want)
     cache = cached.scheduler.tables.cache
     assert cache.num_hit_tokens > cache.num_queried_tokens / 2
 
 
-def test_prefix_shared_by_running_requests(open_engine, check):
+def test_prefix_shared_by_running_requests(open_engine, reference, check):
     shared, ends = random_prompts(1, seed=4, shortest=50)[0], random_prompts(7, seed=5, longest=20)
     prompts = [shared + end for end in ends]
     engine = open_engine(block_size=8)
     run(engine, [shared])
-    want = alone(open_engine(enable_prefix_caching=False), prompts)
+    want = alone(reference, prompts)
     check(engine, prompts, GREEDY, tokens_of(run(engine, prompts)), want)
     assert engine.scheduler.tables.cache.num_hit_tokens >= 7 * (len(shared) // 8 - 1) * 8
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised"])
-def test_preempted_and_undisturbed(open_engine, check, kind, ahead):
+def test_preempted_and_undisturbed(open_engine, reference, check, kind, ahead):
     prompts = random_prompts(6, seed=6, shortest=20, longest=48)
     params = {
         "greedy": [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 6,
         "sampled": seeded(6, max_tokens=40),
         "penalised": seeded(6, max_tokens=40, presence_penalty=0.7, frequency_penalty=0.4),
     }[kind]
-    want = tokens_of(run(open_engine(block_size=8), prompts, params))
+    want = tokens_of(run(reference, prompts, params))
     engine = open_engine(
         block_size=8,
         preemption_threshold=1.0,
@@ -249,7 +219,7 @@ def test_every_number_of_rows_and_alone(open_engine, check, params):
         check(engine, prompts[:rows], each[:rows], have, want[:rows])
 
 
-def test_samples_of_one_prompt_are_separately_seeded_requests(open_engine, check):
+def test_samples_of_one_prompt_are_separately_seeded_requests(open_engine, reference, check):
     prompt = random_prompts(1, seed=8, shortest=21, longest=22)[0]
 
     def seeds(seed):
@@ -261,7 +231,7 @@ def test_samples_of_one_prompt_are_separately_seeded_requests(open_engine, check
     engine = open_engine(block_size=8)
     (output,) = run(engine, [prompt], SamplingParams(n=4, seed=base, **options))
     singles = [SamplingParams(seed=seed, **options) for seed in seeds(base)]
-    want = alone(open_engine(enable_prefix_caching=False), [prompt] * 4, singles)
+    want = alone(reference, [prompt] * 4, singles)
     assert [c.index for c in output.outputs] == [0, 1, 2, 3]
     check(engine, [prompt] * 4, singles, [c.token_ids for c in output.outputs], want)
     assert len(set(map(tuple, want))) == 4
@@ -301,17 +271,16 @@ def sampled_rows(steps):
 @pytest.mark.parametrize("end", ["token", "text", "length"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_end_discards_at_most_one_token_and_its_block_is_not_found(
-    open_engine, check, end, ahead
+    open_engine, reference, check, end, ahead
 ):
     """Prompts of 1 to 17 tokens, so that the end falls on every place of a block of 8."""
     prompts = [random_prompts(1, seed=100 + n, shortest=n, longest=n + 1)[0] for n in range(1, 18)]
-    plain = open_engine(enable_prefix_caching=False)
     engine = open_engine(block_size=8, async_scheduling=ahead)
     steps = recorded(engine)
-    want = alone(plain, prompts)
+    want = alone(reference, prompts)
     num_ended = 0
     for prompt, tokens in zip(prompts, want, strict=True):
-        text = plain.tokenizer.decode([tokens[5]], False)
+        text = reference.tokenizer.decode([tokens[5]], False)
         options = {
             "token": {"stop_token_ids": [tokens[5]]},
             "text": {"stop": [text] if text and "\ufffd" not in text else ["\0"]},
@@ -332,15 +301,15 @@ def test_an_end_discards_at_most_one_token_and_its_block_is_not_found(
         # Another request finds the blocks: it continues with other tokens than the discarded one.
         longer = [*prompt, *completion.token_ids, 7, 8, 9, 10, 11, 12, 13, 14, 15]
         have = tokens_of(run(engine, [longer]))
-        check(engine, [longer], GREEDY, have, alone(plain, [longer]))
+        check(engine, [longer], GREEDY, have, alone(reference, [longer]))
     assert num_ended > 8
     assert engine.scheduler.tables.cache.num_hit_tokens > 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_abort_in_flight_frees_what_others_use_at_once(open_engine, check, ahead):
+def test_abort_in_flight_frees_what_others_use_at_once(open_engine, reference, check, ahead):
     prompts = random_prompts(8, seed=9)
-    want = alone(open_engine(), prompts)
+    want = alone(reference, prompts)
     engine = open_engine(async_scheduling=ahead, max_num_seqs=4, block_size=8)
     outputs = {}
     for i, prompt in enumerate(prompts):
@@ -360,11 +329,11 @@ def test_abort_in_flight_frees_what_others_use_at_once(open_engine, check, ahead
     check(engine, [prompts[i] for i in kept], GREEDY, have, [want[i] for i in kept])
 
 
-def test_more_table_entries_than_a_step_holds(open_engine, check):
+def test_more_table_entries_than_a_step_holds(open_engine, reference, check):
     """A long cached prefix that several rows join with at once."""
     prompt = random_prompts(1, seed=10, shortest=150, longest=151)[0]
     engine = open_engine(block_size=8, max_num_batched_tokens=16, max_num_seqs=4)
-    want = alone(open_engine(enable_prefix_caching=False), [prompt])
+    want = alone(reference, [prompt])
     run(engine, [prompt])
     assert engine.results["edits"] == 0
     have = tokens_of(run(engine, [prompt] * 4))
@@ -448,12 +417,12 @@ def test_ctrl_c_returns_what_there_is(open_llm):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_threads_generate_at_once(open_llm, open_engine, check):
+def test_threads_generate_at_once(open_llm, reference, check):
     """None of them is the one that opened the engine."""
     llm = open_llm()
     prompts = random_prompts(12, seed=14)
     params = seeded(12)
-    want = alone(open_engine(), prompts, params)
+    want = alone(reference, prompts, params)
     have, errors = {}, []
 
     def generate(start):

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from comparison import Comparison, run
+from comparison import Comparison
+from driving import run
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine
@@ -283,13 +284,13 @@ def test_soak(ahead):
         check(soak.run(seconds=1))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)  # the device's free memory tells whether something leaks
 def test_short_soak_on_the_gpu():
     with soaking(str(GOLDEN), "cuda", seed=2) as soak:
         check(soak.run(seconds=10))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.slow
 @pytest.mark.timeout(LONG_SECONDS + 240)
 def test_long_soak_on_the_gpu():

@@ -7,12 +7,10 @@ import logging
 
 import numpy as np
 import pytest
-from comparison import Comparison, tokens_of
-from comparison import run as run_queued
+from driving import run as run_queued
+from driving import tokens_of
 
-from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CudaError
-from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import RequestStatus
 from tinyvllm.sampling_params import SamplingParams
 
@@ -26,51 +24,21 @@ SIZES = {
 }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device_name(request):
-    return request.param
-
-
-@pytest.fixture
-def open_engine(golden, device_name):
-    """Opens engines by their options, and closes them."""
-    engines = []
-
-    def open_one(**options):
-        options = {**SIZES, "device": device_name, **options}
-        engine = LLMEngine(EngineConfig(model=str(golden / "llama_bias"), **options))
-        engines.append(engine)
-        return engine
-
-    yield open_one
-    for engine in engines:
-        engine.close()
-
-
-UNDISTURBED = {}
-
-
-@pytest.fixture
-def undisturbed(open_engine, device_name):
+@pytest.fixture(scope="module")
+def undisturbed(reference):
     """Prompts, parameters and undisturbed outputs; computed once for all tests."""
 
+    @functools.cache
     def get(count, kind):
-        key = device_name, count, kind
-        if key not in UNDISTURBED:
-            prompts, params = random_prompts(count, seed=count), sampling(count, kind)
-            UNDISTURBED[key] = prompts, params, run(open_engine(), prompts, params)
-        return UNDISTURBED[key]
+        prompts, params = random_prompts(count, seed=count), sampling(count, kind)
+        return prompts, params, run(reference, prompts, params)
 
     return get
 
 
 @pytest.fixture
-def check(open_engine):
+def check(comparison):
     """Asserts that outputs are the wanted ones, but for what rounding explains."""
-
-    @functools.cache
-    def comparison():
-        return Comparison(open_engine(enable_prefix_caching=False))
 
     def check_all(engine, prompts, params, have, want):
         for prompt, p, outputs, others in zip(prompts, params, have, want, strict=True):
@@ -78,9 +46,9 @@ def check(open_engine):
                 if a.token_ids == b.token_ids:
                     continue
                 # With filters, what rounding does on a GPU cannot be told from other mistakes.
-                assert comparison().comparable(p) or engine.backend.asynchronous
-                if comparison().comparable(p):
-                    comparison().check(engine, prompt, p, a.token_ids, b.token_ids, a.index)
+                assert comparison.comparable(p) or engine.backend.asynchronous
+                if comparison.comparable(p):
+                    comparison.check(engine, prompt, p, a.token_ids, b.token_ids, a.index)
 
     return check_all
 
@@ -212,10 +180,10 @@ def test_costs_are_measured_and_decide(open_engine, caplog):
 
 @pytest.mark.parametrize("host_blocks", [1, 5, 12])
 def test_without_room_in_the_swap_space_sequences_are_computed_again(
-    open_engine, undisturbed, check, caplog, host_blocks
+    open_engine, reference, undisturbed, check, caplog, host_blocks
 ):
     prompts, params, want = undisturbed(8, "sampled")
-    block_bytes = open_engine().backend.memory.block_bytes
+    block_bytes = reference.backend.memory.block_bytes
     engine = open_engine(
         num_gpu_blocks_override=pressed(8),
         preemption_mode="swap",
@@ -417,9 +385,9 @@ def test_swap_space_outlives_sleep(open_engine, undisturbed, check):
     check(engine, prompts, params, run(engine, prompts, params), want)
 
 
-def test_tokens_of_samples_differ(open_engine):
+def test_tokens_of_samples_differ(reference):
     """So that samples which got each other's blocks would be noticed."""
-    outputs = run(open_engine(), random_prompts(2, seed=4), sampling(2, "samples"))
+    outputs = run(reference, random_prompts(2, seed=4), sampling(2, "samples"))
     assert all(len({tuple(c.token_ids) for c in o.outputs}) == 3 for o in outputs)
     assert tokens_of(outputs)[0] != tokens_of(outputs)[1]
 

@@ -151,7 +151,7 @@ def test_a_batch_that_fails_leaves_nothing_under_way(swapper, fake_driver):
     assert fake_driver.names[-1] == "cuStreamSynchronize"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 def test_random_permutations_on_the_gpu(device, block_size):
     """Blocks of the reference model's size go out and come back to other places, beside work."""

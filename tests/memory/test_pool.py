@@ -112,7 +112,7 @@ def test_budget_on_the_device(device, stream):
         stream.synchronize()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_an_allocation_with_its_free_costs_little_beside_the_two_driver_calls(device, stream):
     """Hosts differ in speed: the bindings' own time, in turns with ours, is the measure."""
     api = driver_api()
@@ -149,7 +149,7 @@ def keep_busy(ptr, stream):
         memset(ptr, 1, SIZE, stream)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_memory_freed_on_one_stream_is_reused_on_the_other_without_a_wait_of_the_host(
     device, stream
 ):
@@ -178,7 +178,7 @@ def test_memory_freed_on_one_stream_is_reused_on_the_other_without_a_wait_of_the
         pool.free(second, other)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize(
     ("flag", "event", "done", "max_bytes", "reused"),
     [

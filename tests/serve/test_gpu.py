@@ -18,7 +18,7 @@ def text_of(events):
 
 
 def test_streamed_is_not_streamed_and_the_engine_ends_with_the_server():
-    model = ["llama-3.2-1b", "--load-format", "dummy", "--max-model-len", 4096]
+    model = ["llama-3.2-1b", "--load-format", "dummy", "--max-model-len", 4096, "--max-num-seqs", 16]
     with serving(*model, device="cuda") as server:
         status, whole = server.json("/v1/completions", BODY)
         assert status == 200 and whole["usage"]["completion_tokens"] == 64
