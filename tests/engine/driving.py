@@ -1,11 +1,30 @@
-"""What tests do with an engine: run prompts to their end, watch what it schedules."""
+"""What tests do with a scheduler and an engine: make one, run prompts, watch what is scheduled."""
 
 from __future__ import annotations
 
+from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine
+from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.step import ScheduledStep
+from tinyvllm.memory.blocks import BlockManager
+from tinyvllm.memory.swapper import Swapper
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams
+
+
+def make_scheduler(
+    blocks: BlockManager,
+    *,
+    seqs: int,
+    budget: int,
+    max_len: int,
+    vocab: int = 50,
+    swapper: Swapper | None = None,
+    **options: object,
+) -> Scheduler:
+    """A scheduler without an engine: `options` are other options than its sizes."""
+    config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, **options)
+    return Scheduler(config, blocks, max_len, vocab, swapper)
 
 
 def run(

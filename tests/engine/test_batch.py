@@ -2,6 +2,7 @@
 
 import random
 
+import driving
 import numpy as np
 import pytest
 
@@ -13,7 +14,6 @@ from tinyvllm.engine.batch import (
     take_excess_edits,
 )
 from tinyvllm.engine.request import Request
-from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.step import ScheduledRow, ScheduledStep
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.ops.program import concrete
@@ -23,14 +23,9 @@ from tinyvllm.sampling_params import SamplingParams
 LIMITS = step_limits(4, 16, 64, 4)
 
 
-def make_scheduler(num_blocks=40, block_size=4, seqs=4, budget=16, max_len=64):
-    return Scheduler(
-        BlockManager(num_blocks, block_size),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=max_len,
-        vocab_size=50,
-    )
+def make_scheduler(num_blocks=40, block_size=4, **sizes):
+    sizes = {"seqs": 4, "budget": 16, "max_len": 64, **sizes}
+    return driving.make_scheduler(BlockManager(num_blocks, block_size), **sizes)
 
 
 def make_request(name, prompt, **options):
@@ -141,7 +136,7 @@ def test_every_step_stays_within_the_limits(seed):
     """Random traffic through a small cache: preemptions, chunks, all within the planned sizes."""
     rng = random.Random(seed)
     block_size, max_len, budget, seqs = 4, 48, 12, 4
-    scheduler = make_scheduler(16, block_size, seqs, budget, max_len)
+    scheduler = make_scheduler(16, block_size, seqs=seqs, budget=budget, max_len=max_len)
     limits = step_limits(seqs, budget, max_len, block_size)
     shapes = {
         "edit_counts": (2,),

@@ -5,10 +5,10 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from driving import make_scheduler
 
 from tinyvllm.engine.monitor import LOG_INTERVAL, Monitor, log_line, swap_is_bottleneck
 from tinyvllm.engine.request import Request
-from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.stats import SwapUsage
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.memory.pool import PoolStats
@@ -27,13 +27,7 @@ class Clock:
 
 @pytest.fixture
 def scheduler():
-    return Scheduler(
-        BlockManager(100, 16),
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        max_model_len=512,
-        vocab_size=50,
-    )
+    return make_scheduler(BlockManager(100, 16), seqs=8, budget=256, max_len=512)
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import functools
 import random
 from collections import deque
 
+import driving
 import numpy as np
 import pytest
 
 from tinyvllm.engine.policy import AGEING, urgency
 from tinyvllm.engine.request import Request, RequestStatus
-from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.memory.numpy_swapper import NumpySwapper
 from tinyvllm.memory.swap_space import SwapSpace
@@ -41,10 +41,6 @@ def make_scheduler(
     num_blocks,
     block_size=4,
     num_groups=1,
-    seqs=4,
-    budget=16,
-    max_len=64,
-    vocab=VOCAB,
     swap_blocks=0,
     polls=2,
     **options,
@@ -54,14 +50,9 @@ def make_scheduler(
         space = SwapSpace(swap_blocks, block_size * np.dtype(object).itemsize)
         space.blocks_per_slab = 3
         options["swapper"] = NumpySwapper(space, polls)
-    return Scheduler(
-        BlockManager(num_blocks, block_size, num_groups),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=max_len,
-        vocab_size=vocab,
-        **{"preemption_threshold": 1.0, **options},
-    )
+    sizes = {"seqs": 4, "budget": 16, "max_len": 64, "vocab": VOCAB, "preemption_threshold": 1.0}
+    blocks = BlockManager(num_blocks, block_size, num_groups)
+    return driving.make_scheduler(blocks, **{**sizes, **options})
 
 
 def make_request(name, prompt, eos=(), priority=0, parent=None, **options):
@@ -534,12 +525,6 @@ def test_id_in_use_is_refused():
     scheduler.add(make_request("a", [1]))
     with pytest.raises(InputError, match=r"'a'.* not finished"):
         scheduler.add(make_request("a", [2]))
-
-
-@pytest.mark.parametrize("seqs", [0, 5])
-def test_budget_below_one_token_a_sequence_is_refused(seqs):
-    with pytest.raises(InputError, match=rf"max_num_seqs={seqs}.*max_num_batched_tokens=4"):
-        make_scheduler(num_blocks=3, seqs=seqs, budget=4)
 
 
 @pytest.mark.parametrize(

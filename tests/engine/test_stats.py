@@ -3,11 +3,11 @@
 import random
 
 import pytest
+from driving import make_scheduler
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
-from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.stats import SwapUsage, empty_slots
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.sampling_params import SamplingParams
@@ -30,9 +30,7 @@ def test_empty_slots_are_those_of_each_block_counted_once(seed):
     """Random requests with shared prefixes and several samples each, under preemption."""
     rng = random.Random(seed)
     blocks = BlockManager(20, 8)
-    scheduler = Scheduler(
-        blocks, max_num_seqs=6, max_num_batched_tokens=48, max_model_len=120, vocab_size=50
-    )
+    scheduler = make_scheduler(blocks, seqs=6, budget=48, max_len=120)
     prefix, shared = [1] * 20, 0
     for i in range(16):
         prompt = prefix[: rng.randrange(21)] + [rng.randrange(50) for _ in range(rng.randint(1, 9))]

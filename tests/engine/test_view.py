@@ -5,9 +5,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from driving import make_scheduler
 
 from tinyvllm.engine.request import Request, RequestStatus
-from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.view import FIRST_LABEL, MAX_REQUESTS, SHARED, Viewer
 from tinyvllm.memory.blocks import CACHED, FREE, IN_USE, BlockManager
 from tinyvllm.memory.numpy_swapper import NumpySwapper
@@ -52,17 +52,17 @@ def numbers(cells):
     return np.frombuffer(cells, "<u2").tolist()
 
 
-def make_scheduler(swap_blocks):
+def swapping_scheduler(swap_blocks):
     swapper = None
     if swap_blocks:
         swapper = NumpySwapper(SwapSpace(swap_blocks, 8), polls=1)
         swapper.attach(np.zeros((NUM_BLOCKS, 1)))
-    return Scheduler(
+    return make_scheduler(
         BlockManager(NUM_BLOCKS, 8),
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=400,
-        vocab_size=VOCAB,
+        seqs=8,
+        budget=64,
+        max_len=400,
+        vocab=VOCAB,
         swapper=swapper,
         preemption_mode="swap" if swapper else "recompute",
     )
@@ -86,7 +86,7 @@ def add_requests(scheduler, rng):
 def test_cells_and_requests_of_a_hard_case(swap_blocks, looks):
     """Shared prefixes, samples, preemption, ends and new requests; a look after so many steps."""
     rng, seen, states = random.Random(5), Counter(), Counter()
-    scheduler = make_scheduler(swap_blocks)
+    scheduler = swapping_scheduler(swap_blocks)
     viewer = Viewer(scheduler)
     add_requests(scheduler, rng)
     while scheduler.has_unfinished():
@@ -119,13 +119,7 @@ def test_cells_and_requests_of_a_hard_case(swap_blocks, looks):
 
 
 def test_of_many_requests_those_that_run_and_the_next_are_shown():
-    scheduler = Scheduler(
-        BlockManager(100, 16),
-        max_num_seqs=3,
-        max_num_batched_tokens=64,
-        max_model_len=100,
-        vocab_size=50,
-    )
+    scheduler = make_scheduler(BlockManager(100, 16), seqs=3, budget=64, max_len=100)
     for i in range(MAX_REQUESTS + 10):
         scheduler.add(Request(str(i), [1, 2, 3], SamplingParams(max_tokens=9)))
     scheduler.schedule()

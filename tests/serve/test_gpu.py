@@ -18,7 +18,8 @@ def text_of(events):
 
 
 def test_streamed_is_not_streamed_and_the_engine_ends_with_the_server():
-    model = ["llama-3.2-1b", "--load-format", "dummy", "--max-model-len", 4096, "--max-num-seqs", 16]
+    sizes = ["--max-model-len", 4096, "--max-num-seqs", 16]
+    model = ["llama-3.2-1b", "--load-format", "dummy", *sizes]
     with serving(*model, device="cuda") as server:
         status, whole = server.json("/v1/completions", BODY)
         assert status == 200 and whole["usage"]["completion_tokens"] == 64

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvllm.bench.lengths import Lengths
+from tinyvllm.config import EngineConfig
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.stats import empty_slots
@@ -36,15 +37,13 @@ def simulate_waste(
     max_model_len = max(map(sum, lengths))
     entries = ceil_div(max_model_len, block_size)
     blocks = BlockManager(entries * min(max_num_seqs, len(lengths)), block_size)
-    scheduler = Scheduler(
-        blocks,
+    config = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        vocab_size=1,
         preemption_threshold=1.0,
         enable_prefix_caching=False,  # each prompt stands for another text
     )
+    scheduler = Scheduler(config, blocks, max_model_len, vocab_size=1)
     for i, request in enumerate(lengths):
         params = SamplingParams(max_tokens=request.output_len, ignore_eos=True)
         scheduler.add(Request(str(i), [0] * request.input_len, params))

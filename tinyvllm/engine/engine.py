@@ -45,17 +45,11 @@ class LLMEngine:
         self.tokenizer = self.model.tokenizer()
         self.backend = backend or open_backend(config, self.model)
         self.scheduler = Scheduler(
+            config,
             BlockManager(self.backend.memory.num_blocks, config.block_size),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.backend.max_model_len,
             vocab_size=self.model.config.vocab_size,
-            scheduling_policy=config.scheduling_policy,
-            preemption_threshold=config.preemption_threshold,
-            enable_prefix_caching=config.enable_prefix_caching,
             swapper=self.backend.swapper,
-            preemption_mode=config.preemption_mode,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         self._runner = ModelRunner(
             self.backend, self.tokenizer, seed=config.seed, enforce_eager=config.enforce_eager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-from tinyvllm.config import RETURN_MARGIN
+from tinyvllm.config import RETURN_MARGIN, EngineConfig
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.engine.events import EventLog
 from tinyvllm.engine.preemption import RECOMPUTE, SWAP, Preemption, RateMeter
@@ -32,35 +32,21 @@ class Preempting(Queues):
 
     def __init__(
         self,
+        config: EngineConfig,
         blocks: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
-        scheduling_policy: str,
-        preemption_threshold: float,
-        enable_prefix_caching: bool,
-        swapper: Swapper | None,
-        preemption_mode: str,
+        swapper: Swapper | None = None,
     ) -> None:
-        super().__init__(
-            blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            scheduling_policy=scheduling_policy,
-            enable_prefix_caching=enable_prefix_caching,
-            swapper=swapper,
-        )
+        super().__init__(config, blocks, max_model_len, vocab_size, swapper)
         self.num_preemptions = {SWAP: 0, RECOMPUTE: 0}
         self.prefill_rate = RateMeter()  # tokens of prompts; whoever runs the steps adds
-        self.preemption = Preemption(self.tables, self.swaps, preemption_mode, self.prefill_rate)
-        self.preemption_threshold = preemption_threshold
+        mode, threshold = config.preemption_mode, config.preemption_threshold
+        self.preemption = Preemption(self.tables, self.swaps, mode, self.prefill_rate)
+        self.preemption_threshold = threshold
         # Blocks in use up to which requests are admitted, and preempted ones return.
-        self._admission_limit = round_down(preemption_threshold * blocks.num_blocks)
-        self._return_limit = round_down((preemption_threshold - RETURN_MARGIN) * blocks.num_blocks)
+        self._admission_limit = round_down(threshold * blocks.num_blocks)
+        self._return_limit = round_down((threshold - RETURN_MARGIN) * blocks.num_blocks)
         self.events = EventLog(blocks.num_blocks, self._admission_limit, self._return_limit)
         self._failed: list[Request] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
+from tinyvllm.config import EngineConfig
 from tinyvllm.engine.block_tables import BlockTables
 from tinyvllm.engine.policy import order_of, urgency
 from tinyvllm.engine.request import Request, RequestStatus
@@ -18,38 +19,30 @@ class Queues:
 
     `waiting` is in the order of the policy, `running` in order of urgency. Only those in `running`
     have slots and blocks, and only they and swapped ones have blocks of the swap space.
+    `max_model_len` is that of the backend: the one in `config` may be unset.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         blocks: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
-        scheduling_policy: str,
-        enable_prefix_caching: bool,
-        swapper: Swapper | None,
+        swapper: Swapper | None = None,
     ) -> None:
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise InputError(
-                f"max_num_seqs={max_num_seqs}: must be from 1 to max_num_batched_tokens="
-                f"{max_num_batched_tokens}, since each running sequence takes a token a step"
-            )
         self.blocks = blocks
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.tables = BlockTables(blocks, enable_prefix_caching)
+        self.tables = BlockTables(blocks, config.enable_prefix_caching)
         self.swaps = Swaps(blocks, swapper)
-        self.order = order_of(scheduling_policy)
+        self.order = order_of(config.scheduling_policy)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._prefilling: Request | None = None  # the one that is in the middle of its prompt
         self._requests: dict[str, Request] = {}  # unfinished, by id
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))  # a stack, slot 0 on top
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))  # a stack, slot 0 on top
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_finished_tokens = 0  # output of the requests that have ended

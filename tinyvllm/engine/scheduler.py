@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
+from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.engine.policy import urgency
 from tinyvllm.engine.preempting import Preempting
@@ -34,32 +35,14 @@ class Scheduler(Preempting):
 
     def __init__(
         self,
+        config: EngineConfig,
         blocks: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
-        scheduling_policy: str = "fcfs",
-        preemption_threshold: float = 0.85,
-        enable_prefix_caching: bool = True,
         swapper: Swapper | None = None,
-        preemption_mode: str = "auto",
-        long_prefill_token_threshold: int = 0,
     ) -> None:
-        super().__init__(
-            blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            scheduling_policy=scheduling_policy,
-            preemption_threshold=preemption_threshold,
-            enable_prefix_caching=enable_prefix_caching,
-            swapper=swapper,
-            preemption_mode=preemption_mode,
-        )
-        self.long_prefill_token_threshold = long_prefill_token_threshold
+        super().__init__(config, blocks, max_model_len, vocab_size, swapper)
+        self.long_prefill_token_threshold = config.long_prefill_token_threshold
         # The request that found no room, and how many blocks were in use: nothing is looked up
         # again while it is the next and no fewer are.
         self._blocked: tuple[Request, int] | None = None
