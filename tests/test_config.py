@@ -39,7 +39,9 @@ def test_swapping_needs_swap_space():
     EngineConfig(preemption_mode="auto", swap_space=0)
 
 
-@pytest.mark.parametrize(("seqs", "limit"), [(0, "from 1 to"), (5, "max_num_batched_tokens=4")])
+@pytest.mark.parametrize(
+    ("seqs", "limit"), [(0, "max_num_seqs=0: must be from 1"), (5, "=4.* at least max_num_seqs=5")]
+)
 def test_a_budget_below_one_token_a_sequence_is_refused(seqs, limit):
     with pytest.raises(InputError, match=limit):
         EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=4)

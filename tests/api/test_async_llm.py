@@ -1,7 +1,6 @@
 """Many requests at once over an engine in a process of its own."""
 
 import asyncio
-import json
 import os
 import signal
 
@@ -13,12 +12,6 @@ from tinyvllm.util import InputError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 OPTIONS = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 512}
-
-
-@pytest.fixture(scope="module")
-def cases(golden):
-    cases = json.loads((golden / "llama_bias" / "golden.json").read_text())["cases"]
-    return [(c["prompt_token_ids"], c["output_token_ids"]) for c in cases]
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,6 @@ OPTIONS = {"device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 512}
 
 
 @pytest.fixture(scope="module")
-def cases(golden):
-    cases = json.loads((golden / "llama_bias" / "golden.json").read_text())["cases"]
-    return [(c["prompt_token_ids"], c["output_token_ids"]) for c in cases]
-
-
-@pytest.fixture(scope="module")
 def llm(golden):
     with LLM(str(golden / "llama_bias"), **OPTIONS) as opened:
         yield opened

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from harness import check_cuda, outputs_of, run_cuda, run_numpy
+from paged import GROUP, LAYER, LAYERS, cache_dims, paged_cache
 
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
@@ -15,7 +16,6 @@ from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
 from tinyvllm.util import DType, InputError, ceil_div
 
 H200 = DeviceInfo("H200", (9, 0), 132, 227 << 10, 140 << 30)
-LAYERS, LAYER = 2, 1
 CONTEXTS = [1, 7, 16, 17, 63, 200, 1000, 4097]
 
 
@@ -38,7 +38,7 @@ def attention_program(heads, kv_heads, head_dim, block_size, outputs=("y",)):
             batch_slots="batch_slots",
             seq_lens="seq_lens",
             layer=LAYER,
-            group=1,
+            group=GROUP,
             scale=head_dim**-0.5,
             out_kind=OUTPUT,
         )
@@ -46,21 +46,10 @@ def attention_program(heads, kv_heads, head_dim, block_size, outputs=("y",)):
 
 
 def problem(rows, heads, kv_heads, head_dim, block_size, seed=0):
-    """dims and arrays for rows of (new tokens, earlier tokens); everything that no row may read
-    is poison: NaN in the cache, block ids far out of range in the tables."""
+    """dims and arrays for rows of (new tokens, earlier tokens)."""
     rng = np.random.default_rng(seed)
     lengths = [new + earlier for new, earlier in rows]
-    needed = [ceil_div(n, block_size) for n in lengths]
-    slots = rng.permutation(len(rows) + 2)[: len(rows)].astype(np.int32)
-    ids = rng.permutation(sum(needed) + 3).astype(np.int32)
-    tables = np.full((2, len(rows) + 2, max(needed) + 1), 1 << 30, np.int32)
-    cache = np.full((len(ids), LAYERS, 2, kv_heads, block_size, head_dim), np.nan, np.float32)
-    for r, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-        own = ids[sum(needed[:r]) : sum(needed[: r + 1])]
-        tables[1, slot, : len(own)] = own
-        kv = rng.standard_normal((length, 2, kv_heads, head_dim), np.float32)
-        at = np.arange(length)
-        cache[own[at // block_size], LAYER, :, :, at % block_size] = kv
+    paged = paged_cache(rng, lengths, lengths, kv_heads, head_dim, block_size)
     starts = np.cumsum([0, *(new for new, _ in rows)]).astype(np.int32)
     decode = next((i for i, (new, _) in enumerate(rows) if new > 1), len(rows))
     dims = {
@@ -70,17 +59,13 @@ def problem(rows, heads, kv_heads, head_dim, block_size, seed=0):
         "D": decode,
         "Q": max((new for new, _ in rows[decode:]), default=0),
         "C": max(lengths) + 3,
-        "NB": len(ids),
-        "SLOTS": tables.shape[1],
-        "MB": tables.shape[2],
+        **cache_dims(paged),
     }
     # Twice the usual spread of queries: weights differ enough for a wrong one to show.
     q = 2 * rng.standard_normal((dims["T"], heads * head_dim), np.float32)
     return dims, {
-        "kv_cache": cache,
-        "block_tables": tables,
+        **paged,
         "query_start": starts,
-        "batch_slots": slots,
         "seq_lens": np.array(lengths, np.int32),
         "q": q,
     }
@@ -94,7 +79,7 @@ def exact(arrays, heads, kv_heads, head_dim, block_size):
         start, end = arrays["query_start"][r : r + 2]
         for t in range(start, end):
             at = np.arange(arrays["seq_lens"][r] - (end - t) + 1)
-            blocks = arrays["block_tables"][1, slot, at // block_size]
+            blocks = arrays["block_tables"][GROUP, slot, at // block_size]
             for h in range(heads):
                 kv = arrays["kv_cache"][blocks, LAYER, :, h * kv_heads // heads, at % block_size]
                 score = kv[:, 0].astype(np.float64) @ q[t, h] / np.sqrt(head_dim)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from harness import assert_close_to_twin, check_cuda, run_cuda, run_numpy
+from paged import GROUP, LAYER, LAYERS, cache_dims, paged_cache
 
 from tinyvllm.ops import attention
 from tinyvllm.ops.lower import (
@@ -15,7 +16,7 @@ from tinyvllm.ops.lower import (
 from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
 from tinyvllm.util import DType, ceil_div
 
-LAYERS, LAYER, HIDDEN = 2, 1, 64
+HIDDEN = 64
 LENGTHS = [1, 7, 0, 16, 17, 33, 200, 256, 257, 1025]  # with the new token; 0: padding
 
 
@@ -41,7 +42,7 @@ def layer_program(heads, kv_heads, head_dim, block_size):
     )
     rope = {"positions": "positions", "inv_freq": freq, "head_dim": head_dim}
     q, k = p.emit("rope", "q_roped", x=q, **rope), p.emit("rope", "k_roped", x=k, **rope)
-    cache = {"kv_cache": "kv_cache", "block_tables": "block_tables", "layer": LAYER, "group": 1}
+    cache = {"kv_cache": "kv_cache", "block_tables": "block_tables", "layer": LAYER, "group": GROUP}
     p.emit("kv_write", k=k, v=v, positions="positions", token_slots="token_slots", **cache)
     rows = {name: name for name in ("query_start", "batch_slots", "seq_lens")}
     p.emit("attention", "y", q=q, **cache, **rows, scale=head_dim**-0.5, out_kind=OUTPUT)
@@ -49,29 +50,18 @@ def layer_program(heads, kv_heads, head_dim, block_size):
 
 
 def problem(p, kv_heads, head_dim, block_size, lengths=LENGTHS):
-    """dims and arrays; what no row may read is NaN in the cache and out of range in the tables."""
+    """dims and arrays for rows of these contexts, of which the last token is not in the cache."""
     rng = np.random.default_rng(0)
-    needed = [ceil_div(n, block_size) for n in lengths]
-    slots = rng.permutation(len(lengths) + 2)[: len(lengths)].astype(np.int32)
-    ids = rng.permutation(sum(needed) + 3).astype(np.int32)
-    tables = np.full((2, len(lengths) + 2, max(needed) + 1), 1 << 30, np.int32)
-    cache = np.full((len(ids), LAYERS, 2, kv_heads, block_size, head_dim), np.nan, np.float32)
-    for r, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-        own = ids[sum(needed[:r]) : sum(needed[: r + 1])]
-        tables[1, slot, : len(own)] = own
-        at = np.arange(max(length - 1, 0))
-        kv = rng.standard_normal((len(at), 2, kv_heads, head_dim), np.float32)
-        cache[own[at // block_size], LAYER, :, :, at % block_size] = kv
-    seq_lens = np.array(lengths, np.int32)
+    before = [max(length - 1, 0) for length in lengths]
+    paged = paged_cache(rng, lengths, before, kv_heads, head_dim, block_size)
+    seq_lens, slots = np.array(lengths, np.int32), paged["batch_slots"]
     slots[seq_lens == 0] = -1
     rows = len(lengths)
     dims = {"T": rows, "R": rows, "R1": rows + 1, "D": rows, "Q": 0, "C": max(lengths) + 3}
-    dims |= {"NB": len(ids), "SLOTS": rows + 2, "MB": tables.shape[2]}
+    dims |= cache_dims(paged)
     arrays = {
-        "kv_cache": cache,
-        "block_tables": tables,
+        **paged,
         "query_start": np.arange(rows + 1, dtype=np.int32),
-        "batch_slots": slots,
         "token_slots": slots,
         "seq_lens": seq_lens,
         "positions": np.maximum(seq_lens - 1, 0),
