@@ -17,13 +17,6 @@ PRODUCT = kernels.OpTime("matmul o_proj", 16, 1, 4.0, 2.0, 8_000_000, 16_000_000
 NORM = kernels.OpTime("rms_norm", 36, 2, 1.0, 0.5, 8192, 0, 0.36)
 
 
-def test_floor_is_the_larger_of_moving_and_computing():
-    rates = kernels.Rates(copy=4e12, flops=8e14)
-    assert rates.floor(4_000_000, 0) == pytest.approx(1e-6)
-    assert rates.floor(4_000_000, 1_600_000_000) == pytest.approx(2e-6)
-    assert kernels.Rates(4e12, math.inf).floor(4_000_000, 10**15) == pytest.approx(1e-6)
-
-
 def test_ops_of_all_layers_share_a_label_and_products_are_told_apart():
     program = step_program(PRESETS["llama-3.2-1b"], "step", block_size=16, phase="decode")
     labels = [kernels.op_label(op) for op in lower(program, "decode").ops]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinyvllm.bench import latency
+from tinyvllm.bench import floors, latency
 from tinyvllm.config import EngineConfig
 from tinyvllm.model.presets import PRESETS
 
@@ -18,12 +18,9 @@ DUMMY = EngineConfig(model="llama-3.2-1b", load_format="dummy")
 def test_latency_as_json_holds_the_table(monkeypatch, capsys, name):
     """On a GPU that is not there: only what is printed from the measured times."""
     monkeypatch.setattr(latency, "cuda_unavailable", lambda: None)
-    monkeypatch.setattr(
-        latency,
-        "Device",
-        lambda index: nullcontext(SimpleNamespace(info=SimpleNamespace(name=name))),
-    )
-    monkeypatch.setattr(latency, "copy_bandwidth", lambda device: 4e12)
+    device = nullcontext(SimpleNamespace(info=SimpleNamespace(name=name)))
+    monkeypatch.setattr(floors, "Device", lambda index: device)
+    monkeypatch.setattr(floors, "copy_bandwidth", lambda device: 4e12)
     engine = SimpleNamespace(model=SimpleNamespace(config=MODEL))
     monkeypatch.setattr(latency, "LLM", lambda **_: nullcontext(SimpleNamespace(engine=engine)))
     monkeypatch.setattr(latency, "decode_times", lambda *args, **kwargs: (2e-3, 1e-4))

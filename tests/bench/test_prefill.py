@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tinyvllm.bench import prefill
+from tinyvllm.bench.floors import Rates
 from tinyvllm.bench.host import NullBackend
-from tinyvllm.bench.kernels import Rates
 from tinyvllm.bench.prefill import bench_prefill
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.engine import LLMEngine

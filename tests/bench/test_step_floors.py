@@ -2,8 +2,7 @@
 
 import pytest
 
-from tinyvllm.bench.floors import step_floor
-from tinyvllm.bench.kernels import Rates
+from tinyvllm.bench.floors import Rates, step_floor
 from tinyvllm.bench.step_floors import StepFloors, StepWork
 from tinyvllm.engine.request import Request
 from tinyvllm.engine.step import ScheduledRow, ScheduledStep
@@ -22,7 +21,7 @@ def floors():
 @pytest.mark.parametrize("batch, context", [(1, 256), (32, 4096), (256, 256)])
 def test_decode_steps_have_the_floor_that_bench_latency_shows(floors, batch, context):
     work = StepWork(batch, batch, batch, batch * context, ())
-    _, want = step_floor(MODEL, 16, batch, context, COPY, FLOPS)
+    _, want = step_floor(MODEL, 16, batch, context, Rates(COPY, FLOPS))
     assert floors.seconds(work) == pytest.approx(want, rel=0.02)
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from tinyvllm.bench import throughput
+from tinyvllm.bench.floors import Rates
 from tinyvllm.bench.host import NullBackend
-from tinyvllm.bench.kernels import Rates
 from tinyvllm.bench.loads import Load, LoadRequest
 from tinyvllm.bench.throughput import Setting, bench_throughput, make_loads
 from tinyvllm.config import EngineConfig

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import pickle
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any
 
-from tinyvllm.api.engine_process import EngineProcess
+from tinyvllm.api.engine_process import EngineDeadError, EngineProcess
 from tinyvllm.api.request_stream import RequestStream
 from tinyvllm.api.wire import (
-    LENGTH,
     Abort,
     AskStats,
     AskView,
@@ -23,6 +20,7 @@ from tinyvllm.api.wire import (
     News,
     Ready,
     frame,
+    receive,
 )
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine.prompt import tokenize
@@ -34,17 +32,12 @@ from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
 
 
-class EngineDeadError(RuntimeError):
-    """The engine's process has ended; no request can be served any more."""
-
-
 class AsyncLLM:
     """A model that serves many requests at once. Options are those of `EngineConfig`.
 
     Creating it starts the engine's process and returns at once; `ready` waits until it can serve.
     All methods belong to one event loop, `shutdown` included. Call that to end the engine, or use
     the object as an asynchronous context manager.
-
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -211,12 +204,7 @@ class AsyncLLM:
         await self.ready()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.shutdown()
 
     async def _start(self) -> tuple[Ready, LocalModel, Tokenizer]:
@@ -249,8 +237,7 @@ class AsyncLLM:
     async def _receive(self, reader: asyncio.StreamReader) -> Any:
         """The next message; raises what the engine ends with."""
         try:
-            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            message = pickle.loads(await reader.readexactly(size))
+            message = await receive(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await asyncio.to_thread(self._process.process.wait)
             raise EngineDeadError(f"the engine's process ended with status {code}") from None

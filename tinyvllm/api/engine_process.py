@@ -19,6 +19,10 @@ _SOCKET_BYTES = 1 << 20
 _PROGRAM = "import sys; del sys.path[0]; from tinyvllm.api.engine_loop import main; main({}, {})"
 
 
+class EngineDeadError(RuntimeError):
+    """The engine's process has ended; no request can be served any more."""
+
+
 class EngineProcess(Closing):
     """A new interpreter that runs an engine; it ends with this process, however that ends.
 

@@ -18,9 +18,11 @@ from tinyvllm.outputs import TokenLogprobs
 from tinyvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # loaded before the engine's process is started, which should not wait
+    import asyncio
+
     from tinyvllm.engine.view import EngineView
 
-LENGTH = struct.Struct("<Q")
+_LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
 
 
@@ -117,7 +119,13 @@ class News(NamedTuple):
 def frame(message: object) -> bytes:
     """A message as it is sent."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(data)) + data
+    return _LENGTH.pack(len(data)) + data
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    """The next message; IncompleteReadError or ConnectionError where the other end has left."""
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(size))
 
 
 class Channel:
@@ -174,12 +182,12 @@ class Channel:
     def _complete(self) -> list[Any]:
         """Takes whole messages out of what was read."""
         messages, start = [], 0
-        while len(self._incoming) >= start + LENGTH.size:
-            (size,) = LENGTH.unpack_from(self._incoming, start)
-            end = start + LENGTH.size + size
+        while len(self._incoming) >= start + _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._incoming, start)
+            end = start + _LENGTH.size + size
             if len(self._incoming) < end:
                 break
-            messages.append(pickle.loads(self._incoming[start + LENGTH.size : end]))
+            messages.append(pickle.loads(self._incoming[start + _LENGTH.size : end]))
             start = end
         del self._incoming[:start]
         return messages

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tinyvllm.bench.kernels import KernelBench, device_rates, op_label
+from tinyvllm.bench.floors import device_rates
+from tinyvllm.bench.kernels import KernelBench, op_label
 from tinyvllm.bench.synthetic import decode_dims, prefill_dims
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.cache import CompiledKernel

@@ -9,12 +9,12 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tinyvllm.bench.floors import MATMUL_FLOPS, copy_bandwidth
+from tinyvllm.bench.floors import Rates, device_rates
 from tinyvllm.bench.roofline import roofline_svg
 from tinyvllm.bench.synthetic import SyntheticSteps
 from tinyvllm.bench.timing import WARMUP_REPLAYS, captured, replay_seconds
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.device import Device, cuda_unavailable
+from tinyvllm.driver.device import cuda_unavailable
 from tinyvllm.driver.graph import GraphExec
 from tinyvllm.driver.kernel import PreparedLaunch
 from tinyvllm.engine.backend import open_backend
@@ -61,18 +61,6 @@ class StepTime:
     sum_ms: float
     graph_ms: float
     floor_ms: float
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the card can do: bytes a second copied (read plus written), operations a second."""
-
-    copy: float
-    flops: float
-
-    def floor(self, num_bytes: int, flops: int) -> float:
-        """Seconds that so much work takes at the least."""
-        return max(num_bytes / self.copy, flops / self.flops)
 
 
 class KernelBench:
@@ -216,13 +204,6 @@ def op_label(op: Op) -> str:
     return f"{op.kind} {name}{'+' if others else ''}"
 
 
-def device_rates(config: EngineConfig) -> tuple[str, Rates]:
-    """Name and rates of the GPU that the configuration asks for."""
-    with Device(int(config.device.partition(":")[2] or 0)) as device:
-        flops = MATMUL_FLOPS.get(device.info.name, math.inf)
-        return device.info.name, Rates(copy_bandwidth(device), flops)
-
-
 def bench_kernels(
     config: EngineConfig,
     *,
@@ -258,8 +239,7 @@ def bench_kernels(
             counts = list(range(1, bench.limits["R"] + 1))
             padded = {c: bench.rows(sampler, c, counts) for c in contexts}
     if as_json:
-        flops = rates.flops / 1e12 if rates.flops < math.inf else None  # JSON has no infinity
-        head = {"device": name, "copy_tb_per_s": rates.copy / 1e12, "matmul_tflops": flops}
+        head = {"device": name, **rates.figures()}
         print(json.dumps({**head, "steps": [asdict(s) for s in steps], "rows": padded}))
     else:
         print(f"{name}: copies at {rates.copy / 1e12:.2f} TB/s")

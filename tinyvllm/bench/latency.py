@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from tinyvllm.api.llm import LLM
-from tinyvllm.bench.floors import MATMUL_FLOPS, copy_bandwidth, step_floor
+from tinyvllm.bench.floors import device_rates, step_floor
 from tinyvllm.bench.synthetic import SyntheticSteps
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.device import Device, cuda_unavailable
+from tinyvllm.driver.device import cuda_unavailable
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.sampling_params import SamplingParams
@@ -52,10 +52,7 @@ def bench_latency(
     """
     if reason := cuda_unavailable():
         raise InputError(f"bench latency needs a GPU: {reason}")
-    index = int(config.device.partition(":")[2] or 0)
-    with Device(index) as device:
-        name, copy_rate = device.info.name, copy_bandwidth(device)
-    flops = MATMUL_FLOPS.get(name, math.inf)
+    name, rates = device_rates(config)
     rows = []
     longest = max(contexts) + MEASURED_STEPS
     with LLM(**asdict(full_batches(config, longest))) as llm:
@@ -64,7 +61,7 @@ def bench_latency(
             seconds, host_seconds = decode_times(llm.engine, batch, context, settle=settle)
             graph = graph_seconds(llm.engine, batch, context)
             num_bytes, floor = step_floor(
-                llm.engine.model.config, config.block_size, batch, context, copy_rate, flops
+                llm.engine.model.config, config.block_size, batch, context, rates
             )
             rows.append(
                 LatencyRow(
@@ -81,12 +78,12 @@ def bench_latency(
                 )
             )
     if as_json:
-        known_flops = flops / 1e12 if flops < math.inf else None  # JSON has no infinity
-        rates = {"copy_tb_per_s": copy_rate / 1e12, "matmul_tflops": known_flops}
-        print(json.dumps({"device": name, **rates, "rows": [asdict(row) for row in rows]}))
+        head = {"device": name, **rates.figures()}
+        print(json.dumps({**head, "rows": [asdict(row) for row in rows]}))
         return
+    flops = rates.flops
     known = f"products at {flops / 1e12:.0f} TFLOP/s" if flops < math.inf else "products not known"
-    print(f"{name}: copies at {copy_rate / 1e12:.2f} TB/s, {known}")
+    print(f"{name}: copies at {rates.copy / 1e12:.2f} TB/s, {known}")
     print(
         f"{'batch':>6} {'context':>8} {'ms/step':>9} {'graph':>8} {'ratio':>6} {'floor':>8} "
         f"{'ratio':>6} {'TB/s':>6} "

@@ -9,7 +9,8 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 
 from tinyvllm.api.llm import LLM
-from tinyvllm.bench.kernels import KernelBench, StepTime, device_rates, print_step
+from tinyvllm.bench.floors import device_rates
+from tinyvllm.bench.kernels import KernelBench, StepTime, print_step
 from tinyvllm.bench.lengths import Lengths
 from tinyvllm.bench.loads import of_lengths
 from tinyvllm.bench.step_floors import StepFloors

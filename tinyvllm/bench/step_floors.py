@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tinyvllm.bench.kernels import Rates
+from tinyvllm.bench.floors import Rates
 from tinyvllm.engine.step import ScheduledStep
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.programs import step_program

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tinyvllm.api.llm import LLM
-from tinyvllm.bench.kernels import device_rates
+from tinyvllm.bench.floors import device_rates
 from tinyvllm.bench.loads import LOADS, Load
 from tinyvllm.bench.run_load import LoadResult, run_load
 from tinyvllm.bench.step_floors import StepFloors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tinyvllm.cli.bench import PHASES
+from tinyvllm.cli.bench_options import PHASES
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.devices import DEVICES

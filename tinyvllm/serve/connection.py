@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tinyvllm.api.async_llm import EngineDeadError
+from tinyvllm.api.engine_process import EngineDeadError
 from tinyvllm.serve.errors import ApiError, as_api_error, dump
 from tinyvllm.util import InputError
 

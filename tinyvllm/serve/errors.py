@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from tinyvllm.api.async_llm import EngineDeadError
+from tinyvllm.api.engine_process import EngineDeadError
 from tinyvllm.util import InputError
 
 _TYPES = {

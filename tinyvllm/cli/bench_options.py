@@ -1,0 +1,24 @@
+"""What the subcommands of `tinyvllm bench` share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from tinyvllm.cli.options import add_options, from_args
+from tinyvllm.config import EngineConfig
+
+PHASES = ("decode", "prefill")
+
+
+def finish(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, EngineConfig], None]
+) -> None:
+    """Adds the engine's options, and what `main` calls."""
+    add_options(parser, EngineConfig)
+
+    def run_kind(args: argparse.Namespace) -> int:
+        run(args, from_args(EngineConfig, args))
+        return 0
+
+    parser.set_defaults(run=run_kind, model="llama-3.2-1b", load_format="dummy")
