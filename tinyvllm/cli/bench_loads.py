@@ -29,10 +29,10 @@ def add(kinds: Commands) -> None:
 def _add_startup(kinds: Commands) -> None:
     parser = kinds.add_parser("startup", help="process start to first token")
     parser.add_argument("--runs", type=int, default=3, help="starts with a warm kernel cache")
-    finish(parser, _run_startup)
+    finish(parser, run_startup)
 
 
-def _run_startup(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_startup(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.startup import bench_startup
 
     bench_startup(config, args.runs)
@@ -48,10 +48,10 @@ def _add_serve(kinds: Commands) -> None:
     parser.add_argument("--first-token-requests", type=int, default=8, help="of each client")
     parser.add_argument("--starts", type=int, default=2, help="how often to start the server")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, _run_serve)
+    finish(parser, run_serve)
 
 
-def _run_serve(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_serve(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.serve import ServeLoad, bench_serve
 
     load = ServeLoad(
@@ -65,10 +65,10 @@ def _run_serve(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _add_load(kinds: Commands) -> None:
-    finish(kinds.add_parser("load", help="rate of loading safetensors onto the GPU"), _run_load)
+    finish(kinds.add_parser("load", help="rate of loading safetensors onto the GPU"), run_load)
 
 
-def _run_load(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_load(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.load import bench_load
 
     bench_load(config)
@@ -88,10 +88,10 @@ def _add_throughput(kinds: Commands) -> None:
     )
     parser.add_argument("--runs", type=int, default=2, help="the first one captures CUDA graphs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, _run_throughput)
+    finish(parser, run_throughput)
 
 
-def _run_throughput(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_throughput(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.lengths import read_lengths
     from tinyvllm.bench.loads import of_lengths
     from tinyvllm.bench.throughput import Setting, bench_throughput, make_loads
@@ -123,7 +123,7 @@ def _add_prefill(kinds: Commands) -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs, of which the median counts")
     parser.add_argument("--ops", action="store_true", help="a table of the ops of a step too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, _run_prefill)
+    finish(parser, run_prefill)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def _shape(text: str) -> tuple[int, int]:
     return int(prompts), int(length)
 
 
-def _run_prefill(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_prefill(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.prefill import bench_prefill
 
     bench_prefill(
@@ -169,10 +169,10 @@ def _add_sweep(kinds: Commands) -> None:
         "--simulate", action="store_true", help="waste of block sizes alone: needs no device"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, _run_sweep)
+    finish(parser, run_sweep)
 
 
-def _run_sweep(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_sweep(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.lengths import exponential_lengths, read_lengths
     from tinyvllm.bench.sweep import BATCHES, THRESHOLDS, bench_sweep
 
@@ -205,10 +205,10 @@ def _add_preemption(kinds: Commands) -> None:
         "--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64], help="tokens"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, _run_preemption)
+    finish(parser, run_preemption)
 
 
-def _run_preemption(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_preemption(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.preemption import bench_preemption
 
     bench_preemption(

@@ -28,10 +28,10 @@ def _add_latency(kinds: Commands) -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[256], help="tokens before it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--host", action="store_true", help="show the host's time per step too")
-    finish(parser, _run_latency)
+    finish(parser, run_latency)
 
 
-def _run_latency(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_latency(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.latency import bench_latency
 
     bench_latency(config, args.batch, args.context, as_json=args.json, host=args.host)
@@ -53,10 +53,10 @@ def _add_kernels(kinds: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--svg", metavar="FILE", help="write a roofline")
-    finish(parser, _run_kernels)
+    finish(parser, run_kernels)
 
 
-def _run_kernels(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_kernels(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.kernels import bench_kernels
 
     bench_kernels(
@@ -77,10 +77,10 @@ def _add_attention(kinds: Commands) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences")
     parser.add_argument("--context", type=int, nargs="+", default=[2048, 4096], help="tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, _run_attention)
+    finish(parser, run_attention)
 
 
-def _run_attention(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_attention(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.attention import bench_attention
 
     bench_attention(config, args.batch, args.context, as_json=args.json)
@@ -91,10 +91,10 @@ def _add_host(kinds: Commands) -> None:
         "host", help="Python's time for a step, on a device that does nothing"
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256], help="sequences")
-    finish(parser, _run_host)
+    finish(parser, run_host)
 
 
-def _run_host(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_host(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.host import bench_host
 
     bench_host(config, args.batch)
@@ -108,10 +108,10 @@ def _add_memory(kinds: Commands) -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences that decode meanwhile")
     parser.add_argument("--context", type=int, default=256, help="tokens before a decode step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, _run_memory)
+    finish(parser, run_memory)
 
 
-def _run_memory(args: argparse.Namespace, config: EngineConfig) -> None:
+def run_memory(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.memory import bench_memory
 
     bench_memory(config, args.block_sizes, args.batch, args.context, as_json=args.json)
