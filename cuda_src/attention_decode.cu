@@ -16,13 +16,11 @@
 // rows share its batch and however many blocks there are. Launches of one module must not overlap:
 // they share the counters by which the last block knows that it is the last.
 //
-// The warps of a block take tiles of kTile tokens in turn, each through its own ring of tiles in
-// shared memory (cp.async), which runs on from partition to partition and from row to row: no
-// barrier but at a partition's end, and up to kRingBytes of each warp in flight. Both products are
-// transposed, so that tokens or dimensions are the 16 rows of mma.m16n8k16 and the query heads its
-// 8 columns (fewer heads only leave tensor cores idle):
-//   S^T [token, head] = K Q^T,  O^T [dim, head] += V^T P^T,
-// with K by ldmatrix, V^T by ldmatrix.trans and P^T from S^T, rounded to T, by movmatrix.
+// The warps of a block take tiles of kTile tokens in turn (decode_tile.cuh), each through its own
+// ring of STAGES tiles in shared memory (cp.async), which runs on from partition to partition and
+// from row to row: no barrier but at a partition's end. A stage is filled again when its tile is
+// done, or, if it is the only one, its keys as soon as there are scores, then its values: half of
+// the memory then keeps more blocks on an SM.
 //
 // Loops are not unrolled: in a decode step a kernel's code is read from memory each time, since the
 // weights pass through the caches in between.
@@ -32,6 +30,7 @@
 //
 // Bytes: K and V once (again for each further kHeads query heads of a KV head). Bound: memory.
 #include "attention_work.cuh"
+#include "decode_tile.cuh"
 #include "mma.cuh"
 #include "paged_kv.cuh"
 #include "prefetch.cuh"
@@ -40,15 +39,14 @@
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kHeads = 8;          // query heads of a block: columns of an mma
-constexpr int kMaxBlocks = 1024;   // of a grid
-constexpr int kRingBytes = 16384;  // of a warp
-constexpr int kStages = 2;         // tiles in it
+constexpr int kHeads = 8;         // query heads of a block: columns of an mma
+constexpr int kMaxBlocks = 1024;  // of a grid
+constexpr int kTileBytes = 4096;  // of keys, and of values
 // Partitions done of the row and head block whose first one a block has; zero between launches.
 __device__ u32 partitions_done[kMaxBlocks];
 
-template <typename T, int HEAD_DIM, bool ROPE, bool WHOLE>
-__global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 2)
+template <typename T, int HEAD_DIM, bool ROPE, bool WHOLE, int STAGES>
+__global__ void __launch_bounds__(kThreads, (HEAD_DIM == 64 ? 3 : 2) + (STAGES == 1))
     attention_decode_kernel(const T* q, T* kv_cache, const i32* block_tables,
                             const i32* batch_slots, const i32* seq_lens,
                             const float* __restrict__ inv_freq, T* y, float* partial_out,
@@ -58,9 +56,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
                             const u8* __restrict__ ahead, int ahead_bytes) {
   constexpr int kChunks = HEAD_DIM / 8;           // 16-byte chunks of a token's key
   constexpr int kCopyRows = kWarpSize / kChunks;  // tokens that a warp copies at once
-  constexpr int kTileBytes = kRingBytes / kStages / 2;  // of K, and of V
   constexpr int kTile = kTileBytes / (HEAD_DIM * sizeof(T));
-  constexpr int kSubtiles = kTile / 16;
   constexpr int kStride = kWarps * kTile;  // tokens from a warp's tile to its next
   constexpr int kSteps = HEAD_DIM / 16;  // mma steps along HEAD_DIM
   constexpr int kVecs = HEAD_DIM / 64;   // float4 of a head's output that a merging thread owns
@@ -150,32 +146,40 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
     copied_position += kStride;
     return tile;
   };
-  const u32 ring = smem_address(tiles) + warp * kRingBytes;
+  unsigned char* const ring = tiles + warp * STAGES * 2 * kTileBytes;
+  const u32 ring_address = smem_address(ring);
   const int copy_row = lane / kChunks, copy_chunk = lane % kChunks;
-  const auto copy_tile = [&](int stage, const Tile& tile) {
+  // Its keys (part 0), values (1) or both (0 to 1).
+  const auto copy_parts = [&](const Tile& tile, int stage, int first_part, int last_part) {
     if (tile.position < tile.length) {
       const int limit = tile.length - ROPE;  // the new token comes from q, later
       const PagedKv<T> kv = cache_of(0, tile.kv_head);
 #pragma unroll
       for (int r = 0; r < kTile; r += kCopyRows) {
         const int eight = tile.position + r / 8 * 8, place = r % 8 + copy_row;
+        const T* const key = kv.key(tile.block[r / 8], eight) + place * HEAD_DIM + copy_chunk * 8;
+        const u32 to = ring_address + stage * 2 * kTileBytes +
+                       16 * swizzled_chunk<kChunks>(r + copy_row, copy_chunk);
         const bool valid = eight + place < limit;  // else zeros: 0 * NaN would be NaN
-        const T* key = kv.key(tile.block[r / 8], eight) + place * HEAD_DIM + copy_chunk * 8;
-        const u32 dst = ring + stage * 2 * kTileBytes +
-                        16 * swizzled_chunk<kChunks>(r + copy_row, copy_chunk);
-        cp_async_16(dst, key, valid);
-        cp_async_16(dst + kTileBytes, key + kv.v_offset, valid);
+#pragma unroll
+        for (int part = first_part; part <= last_part; part++) {
+          cp_async_16(to + part * kTileBytes, key + part * kv.v_offset, valid);
+        }
       }
     }
-    cp_async_commit();  // possibly empty, so that "all but kStages - 1" always means the next tile
+    cp_async_commit();  // possibly empty, so that "all but the last" always means the next needed
+  };
+  const auto wait_for_oldest = [&] {
+    cp_async_wait<1>();
+    __syncwarp();
   };
 
   {
-    Tile first[kStages];
+    Tile first[STAGES];
 #pragma unroll
-    for (int s = 0; s < kStages; s++) first[s] = take_tile();
-#pragma unroll
-    for (int s = 0; s < kStages; s++) copy_tile(s, first[s]);
+    for (int s = 0; s < STAGES; s++) first[s] = take_tile();
+    copy_parts(first[0], 0, 0, STAGES == 1 ? 0 : 1);
+    copy_parts(first[STAGES - 1], STAGES - 1, STAGES == 1 ? 1 : 0, 1);
   }
 
   const auto rotate_query = [&] {
@@ -215,11 +219,14 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
 #pragma unroll 1
     for (int t = here.first_token() + warp * kTile; t < end; t += kStride) {
       const Tile next_tile = take_tile();
-      const u32 k_tile = ring + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
+      const u32 k_tile = ring_address + stage * 2 * kTileBytes, v_tile = k_tile + kTileBytes;
       const bool has_new = ROPE && t + kTile >= here.length;
-      cp_async_wait<kStages - 1>();
-      __syncwarp();
+      wait_for_oldest();
       if (has_new) {
+        if (STAGES == 1) {  // the values
+          cp_async_wait<0>();
+          __syncwarp();
+        }
         Vec<T, kPairs> low = new_low, high = new_high;
         if (lane < 16) {
 #pragma unroll
@@ -231,8 +238,7 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
           }
         }
         const int position = here.length - 1;
-        unsigned char* const tile =
-            tiles + warp * kRingBytes + (stage * 2 + lane / 16) * kTileBytes;
+        unsigned char* const tile = ring + (stage * 2 + lane / 16) * kTileBytes;
         const auto in_tile = [&](int d) {
           const int chunk = swizzled_chunk<kChunks>(position - t, d / 8);
           return reinterpret_cast<Vec<T, kPairs>*>(tile + 16 * chunk + d % 8 * sizeof(T));
@@ -248,65 +254,19 @@ __global__ void __launch_bounds__(kThreads, HEAD_DIM == 64 ? kMostBlocksPerSm : 
         __syncwarp();
       }
 
-      float score[kSubtiles][4] = {};  // tokens group (0, 1) and group + 8 (2, 3) of each 16
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-#pragma unroll
-        for (int u = 0; u < kSubtiles; u++) {
-          // Matrices: tokens 0-7 and 8-15 with dimensions 0-7, then with dimensions 8-15 of 16.
-          const int r = 16 * u + lane % 16, chunk = 2 * s + lane / 16;
-          u32 a[4];
-          ldmatrix_x4(a, k_tile + 16 * swizzled_chunk<kChunks>(r, chunk));
-          mma_m16n8k16<T>(score[u], a, query[s][0], query[s][1]);
-        }
+      float score[kTile / 16][4] = {};
+      add_scores<T>(score, query, k_tile);
+      if (STAGES == 1) {
+        __syncwarp();  // before the keys make way for others
+        copy_parts(next_tile, stage, 0, 0);
       }
       float keep[2];
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float max = kNegInf;
-#pragma unroll
-        for (int i = 0; i < 2 * kSubtiles; i++) {
-          float& x = score[i / 2][i % 2 * 2 + h];
-          x = t + 8 * i + group < here.length ? x * scale_log2 : kNegInf;
-          max = fmaxf(max, x);
-        }
-#pragma unroll
-        for (int offset = 4; offset < kWarpSize; offset *= 2) {
-          max = fmaxf(max, __shfl_xor_sync(kFullMask, max, offset));
-        }
-        max = fmaxf(max, state[h].max);  // finite: every tile begins with a token
-        keep[h] = exp2_fast(state[h].max - max);
-        state[h].max = max;
-        state[h].sum *= keep[h];
-#pragma unroll
-        for (int i = 0; i < 2 * kSubtiles; i++) {
-          float& x = score[i / 2][i % 2 * 2 + h];
-          x = exp2_fast(x - max);
-          state[h].sum += x;
-        }
-      }
-      u32 weight[kSubtiles][2];
-#pragma unroll
-      for (int u = 0; u < kSubtiles; u++) {
-        weight[u][0] = transpose_8x8(pack2<T>(score[u][0], score[u][1]));
-        weight[u][1] = transpose_8x8(pack2<T>(score[u][2], score[u][3]));
-      }
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) out[s][e] *= keep[e % 2];
-#pragma unroll
-        for (int u = 0; u < kSubtiles; u++) {
-          // Matrices: dimensions 0-7 and 8-15 of 16 with tokens 0-7, then with tokens 8-15.
-          const int r = 16 * u + lane / 16 * 8 + lane % 8, chunk = 2 * s + lane / 8 % 2;
-          u32 a[4];
-          ldmatrix_x4_trans(a, v_tile + 16 * swizzled_chunk<kChunks>(r, chunk));
-          mma_m16n8k16<T>(out[s], a, weight[u][0], weight[u][1]);
-        }
-      }
-      __syncwarp();  // before the stage is filled again
-      copy_tile(stage, next_tile);
-      stage = (stage + 1) % kStages;
+      to_weights(score, keep, state, scale_log2, here.length - t);
+      if (STAGES == 1) wait_for_oldest();  // the values
+      add_values<T>(out, keep, score, v_tile);
+      __syncwarp();
+      copy_parts(next_tile, stage, STAGES == 1 ? 1 : 0, 1);
+      stage = (stage + 1) % STAGES;
     }
 
     Place after = here;

@@ -9,13 +9,6 @@ constexpr int kMinPartitionShift = 8;
 static_assert(1 << kMinPartitionShift == kMinPartition);
 constexpr int kMaxPartitions = 32;
 
-// Blocks of which each has 64 KiB in flight: SMs with 228 KiB of shared memory have room for three.
-#if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int kMostBlocksPerSm = 3;
-#else
-constexpr int kMostBlocksPerSm = 2;
-#endif
-
 // log2 of the tokens per partition of a context: the least of which kMaxPartitions suffice.
 __device__ __forceinline__ int partition_shift(int length) {
   const u32 least = static_cast<u32>(max(length - 1, 0)) / (kMinPartition * kMaxPartitions);

@@ -180,7 +180,7 @@ def test_constants_are_those_of_the_kernel():
         "kMaxPartitions": attention.MAX_PARTITIONS,
         "kHeads": attention.DECODE_HEADS,
         "kMaxBlocks": attention.MAX_BLOCKS,
-        "kRingBytes": attention.RING_BYTES,
+        "kTileBytes": attention.TILE_BYTES,
     }
     assert decode.items() >= shared.items()
 
@@ -214,7 +214,7 @@ def test_decode_blocks(rows, context, head_dim, expected):
 def test_whole_contexts_have_a_kernel_without_the_code_that_shares(rows, context, whole):
     a = operands(rows, 32, 8, 64, decode=rows, context=context)
     (launch,) = attention.Attention().launches(a, H200)
-    assert launch.spec.template_args == ("__nv_bfloat16", "64", "false", whole)
+    assert launch.spec.template_args == ("__nv_bfloat16", "64", "false", whole, "2")
 
 
 def test_no_more_blocks_share_contexts_than_there_are_counters():
@@ -223,11 +223,31 @@ def test_no_more_blocks_share_contexts_than_there_are_counters():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "per_sm"), [(1, 1), (132, 1), (133, 2), (264, 2), (265, 3), (10**4, 3)]
+    ("blocks", "partitions", "head_dim", "stages"),
+    [(396, 0, 64, 2), (397, 0, 64, 1), (264, 0, 128, 2), (265, 0, 128, 1), (10**4, 4, 64, 2)],
 )
-def test_blocks_of_few_rows_spread_over_all_sms(blocks, per_sm):
-    sm, static = H200.smem_per_block + 1024, 9344 + 1024
-    assert sm // (attention.decode_smem(blocks, 64, H200) + static) == per_sm
+def test_rings_of_one_stage_where_whole_contexts_take_turns(blocks, partitions, head_dim, stages):
+    assert attention.decode_stages(blocks, partitions, head_dim, 132) == stages
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "head_dim", "per_sm"),
+    [
+        (1, 2, 64, 1),
+        (132, 2, 64, 1),
+        (133, 2, 64, 2),
+        (264, 2, 64, 2),
+        (265, 2, 64, 3),
+        (10**4, 2, 64, 3),
+        (10**4, 1, 64, 4),
+        (10**4, 2, 128, 2),
+        (10**4, 1, 128, 3),
+    ],
+)
+def test_blocks_on_an_sm(blocks, stages, head_dim, per_sm):
+    """As many as there are registers for; fewer, if that spreads few rows over all SMs."""
+    sm, static = H200.smem_per_block + 1024, {64: 9344, 128: 17792}[head_dim] + 1024
+    assert sm // (attention.decode_smem(blocks, stages, head_dim, H200) + static) == per_sm
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (32, 8), (22, 2), (8, 8)])
@@ -323,8 +343,17 @@ def test_decode_result_does_not_depend_on_the_batch(device, monkeypatch):
     dims, arrays = problem([(1, 4096), (1, 299), (1, 1500)], *shape)
     program = attention_program(*shape, outputs=("y", "again", "and_again"))
     batch = run_cuda(device, program, dims, arrays)["y"]
-    for divided in ((1, 17), (2, 17), (3, 17), (16, 17), (37, 17), (6, 0)):
+    for *divided, stages in (
+        (1, 17, 2),
+        (2, 17, 2),
+        (3, 17, 2),
+        (16, 17, 2),
+        (37, 17, 2),
+        (6, 0, 2),
+        (6, 0, 1),
+    ):
         monkeypatch.setattr(attention, "decode_blocks", lambda *_, d=divided: d)
+        monkeypatch.setattr(attention, "decode_stages", lambda *_, s=stages: s)
         got = run_cuda(device, program, dims, arrays)
         for output in outputs_of(program):
             np.testing.assert_array_equal(got[output], batch)

@@ -135,14 +135,17 @@ def test_kernel_equals_its_parts_to_the_bit(device, monkeypatch, group, head_dim
     monkeypatch.setitem(RULES, "parts", [merge_qkv, fuse_rope_kv_write])
     want = run_cuda(device, lower(program, "parts"), dims, arrays)
     partitions = attention.max_partitions(dims["C"])
-    for shared in (
-        None,
-        (dims["R"] * 2 * ceil_div(group, 8), 0),
-        (1, partitions),
-        (20, partitions),
+    pairs = dims["R"] * 2 * ceil_div(group, 8)
+    for divided, stages in (
+        (None, None),
+        ((pairs, 0), 1),
+        ((pairs, 0), 2),
+        ((1, partitions), 2),
+        ((20, partitions), 2),
     ):
-        if shared:
-            monkeypatch.setattr(attention, "decode_blocks", lambda *_, s=shared: s)
+        if divided:
+            monkeypatch.setattr(attention, "decode_blocks", lambda *_, d=divided: d)
+            monkeypatch.setattr(attention, "decode_stages", lambda *_, s=stages: s)
         have = run_cuda(device, fused(program), dims, arrays)
         for name in ("y", "kv_cache"):
             np.testing.assert_array_equal(have[name], want[name])

@@ -14,7 +14,7 @@ from tinyvllm.ops.row_params import as_words, new_row_params
 from tinyvllm.util import InputError, ceil_div
 
 KV_SCALE = 3**0.5 / 32768  # of random 16-bit integers: keys and values of variance 1
-GRAPH_REPLAYS = 15
+GRAPH_REPLAYS = 33  # of `graph_seconds`: about as many steps as are measured end to end
 FILL_ELEMENTS = 1 << 30  # in one launch
 
 
@@ -94,11 +94,12 @@ class SyntheticSteps:
     def graph_seconds(self, program: str, rows: int, context: int) -> float:
         """Time of a decode step as a graph replayed on its own, padded as the engine pads it.
 
-        `set_rows` is done here; the last of the replays has the context named.
+        `set_rows` is done here; the middle one of the replays measured has the context named.
         """
-        first = max(0, context - WARMUP_REPLAYS - GRAPH_REPLAYS)
-        self.set_rows(rows, first, first + WARMUP_REPLAYS + GRAPH_REPLAYS)
-        step = self.decode(rows, context, row_bucket(rows, self._limits["R"]))
+        first = max(0, context - 1 - WARMUP_REPLAYS - GRAPH_REPLAYS // 2)
+        last = first + WARMUP_REPLAYS + GRAPH_REPLAYS - 1
+        self.set_rows(rows, first, last + 1)
+        step = self.decode(rows, last + 1, row_bucket(rows, self._limits["R"]))
         self._executor.run(program, step.dims, step.inputs, ()).discard()
         self.set_position(first)
         by_op = self._executor.launches_by_op(program, step.dims)

@@ -27,17 +27,17 @@ DECODE = Kernel(
 HEAD_DIMS = (64, 128)
 
 # Constants of attention_decode.cu: threads, tokens of the shortest partition, most partitions,
-# query heads that share one read of K and V, most blocks, bytes of K and V in shared memory for
-# each warp.
+# query heads that share one read of K and V, most blocks, bytes of keys that a warp takes at once.
 DECODE_THREADS = 128
 MIN_PARTITION = 256
 MAX_PARTITIONS = 32
 DECODE_HEADS = 8
 MAX_BLOCKS = 1024
-RING_BYTES = 16384
+TILE_BYTES = 4096
 # Contexts of so few partitions are never shared by several blocks.
 WHOLE_PARTITIONS = 2
-# So many are resident on an SM of 228 KiB, by their registers too, each with 64 KiB in flight.
+# Blocks resident on an SM of 228 KiB, by their registers too, each with two stages of tiles in
+# flight: 64 KiB. With one stage there is one more.
 DECODE_BLOCKS_PER_SM = {64: 3, 128: 2}
 # Blocks on an SM that share contexts. All start at once and read as much; a third one adds no
 # bandwidth, but some then get less of it, and the last one is late.
@@ -82,14 +82,23 @@ def decode_blocks(pairs: int, context: int, head_dim: int, num_sms: int) -> tupl
     return ceil_div(pairs * partitions, share), partitions
 
 
-def decode_smem(blocks: int, head_dim: int, device: DeviceInfo) -> int:
-    """Shared memory of a block: its ring, and as much as keeps more blocks than needed off an SM.
+def decode_stages(blocks: int, partitions: int, head_dim: int, num_sms: int) -> int:
+    """Stages of a warp's ring of tiles: with one, more of the blocks that take turns are there.
+
+    Where all blocks run at once, each waits less with two.
+    """
+    return 1 if partitions == 0 and blocks > num_sms * DECODE_BLOCKS_PER_SM[head_dim] else 2
+
+
+def decode_smem(blocks: int, stages: int, head_dim: int, device: DeviceInfo) -> int:
+    """Shared memory of a block: its rings, and as much as keeps more blocks than needed off an SM.
 
     Blocks that start early would crowd onto the SMs that are free already.
     """
-    per_sm = min(DECODE_BLOCKS_PER_SM[head_dim], ceil_div(blocks, device.num_sms))
-    ring = DECODE_THREADS // 32 * RING_BYTES
-    return max(ring, device.smem_per_block // (per_sm + 1) + 1024)
+    most = DECODE_BLOCKS_PER_SM[head_dim] + (stages == 1)
+    per_sm = min(most, ceil_div(blocks, device.num_sms))
+    rings = DECODE_THREADS // 32 * stages * 2 * TILE_BYTES
+    return max(rings, device.smem_per_block // (per_sm + 1))
 
 
 class Attention(OpDef):
@@ -181,10 +190,11 @@ def decode_launch(
     width, context = a.y.shape[1], a.dims["C"]
     pairs = rows * _head_blocks(width, kv_heads, head_dim)
     blocks, partitions = decode_blocks(pairs, context, head_dim, device.num_sms)
-    return DECODE(a.act, head_dim, inv_freq is not None, partitions == 0).launch(
+    stages = decode_stages(blocks, partitions, head_dim, device.num_sms)
+    return DECODE(a.act, head_dim, inv_freq is not None, partitions == 0, stages).launch(
         (blocks,),
         DECODE_THREADS,
-        smem=decode_smem(blocks, head_dim, device),
+        smem=decode_smem(blocks, stages, head_dim, device),
         inv_freq=inv_freq or 0,
         num_rows=rows,
         partial_out=a.scratch,
