@@ -36,6 +36,9 @@ MAX_BLOCKS = 1024
 TILE_BYTES = 4096
 # Contexts of so few partitions are never shared by several blocks.
 WHOLE_PARTITIONS = 2
+# Nor are these, where the pairs are more than the GPU runs at once (64 rows of 1,024 tokens on an
+# H200: 36.3 us against 38.3 shared). Longer ones may differ too much in length to go unshared.
+WHOLE_MANY_PARTITIONS = 8
 # Blocks resident on an SM of 228 KiB, by their registers too, each with two stages of tiles in
 # flight: 64 KiB. With one stage there is one more.
 DECODE_BLOCKS_PER_SM = {64: 3, 128: 2}
@@ -76,7 +79,9 @@ def decode_blocks(pairs: int, context: int, head_dim: int, num_sms: int) -> tupl
     busy for a while. Otherwise about as many blocks as the GPU runs at once share all partitions.
     """
     partitions = max_partitions(context)
-    if partitions <= WHOLE_PARTITIONS or pairs >= 2 * num_sms * DECODE_BLOCKS_PER_SM[head_dim]:
+    waves = pairs / (num_sms * DECODE_BLOCKS_PER_SM[head_dim])
+    whole = partitions <= WHOLE_PARTITIONS or waves >= 2
+    if whole or (waves > 1 and partitions <= WHOLE_MANY_PARTITIONS and head_dim == 64):
         return pairs, 0
     share = ceil_div(pairs * partitions, _sharing_blocks(num_sms))
     return ceil_div(pairs * partitions, share), partitions
@@ -85,9 +90,11 @@ def decode_blocks(pairs: int, context: int, head_dim: int, num_sms: int) -> tupl
 def decode_stages(blocks: int, partitions: int, head_dim: int, num_sms: int) -> int:
     """Stages of a warp's ring of tiles: with one, more of the blocks that take turns are there.
 
-    Where all blocks run at once, each waits less with two.
+    Where all blocks run at once, each waits less with two; and heads of 128 gain nothing by one
+    (64 rows of 256 tokens on an H200: 23.7 us against 22.3).
     """
-    return 1 if partitions == 0 and blocks > num_sms * DECODE_BLOCKS_PER_SM[head_dim] else 2
+    turns = partitions == 0 and blocks > num_sms * DECODE_BLOCKS_PER_SM[head_dim]
+    return 1 if turns and head_dim == 64 else 2
 
 
 def decode_smem(blocks: int, stages: int, head_dim: int, device: DeviceInfo) -> int:
