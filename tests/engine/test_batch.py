@@ -29,7 +29,9 @@ def make_scheduler(num_blocks=40, block_size=4, **sizes):
 
 
 def make_request(name, prompt, **options):
-    return Request(name, list(prompt), SamplingParams(**options), ())
+    request = Request(name, list(prompt), SamplingParams(**options), ())
+    request.validate(max_model_len=64, vocab_size=50)
+    return request
 
 
 def test_prompts_then_a_mixed_step():

@@ -241,6 +241,7 @@ def run_all(scheduler, device, lag=0, between=lambda: None, max_steps=10_000):
         if step is not None:
             check_step(scheduler, step)
             in_flight.append((step, device.run(step)))
+            scheduler.launched(step)
         elif not in_flight and any(request.returning for request in scheduler.running):
             scheduler.wait_for_copy()  # if there was something to copy
         elif not in_flight and scheduler.swaps.busy:

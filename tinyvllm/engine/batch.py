@@ -74,9 +74,7 @@ def build_batch(step: ScheduledStep, engine_seed: int, limits: Mapping[str, int]
     prompt_ids = np.full(step.num_tokens, -1, np.int32)  # -1: the row's own last token
     offset = step.num_decodes
     for row in prefill:
-        prompt_ids[offset : offset + row.num_tokens] = row.request.tokens(
-            row.start, row.start + row.num_tokens
-        )
+        row.request.copy_tokens(row.start, prompt_ids[offset : offset + row.num_tokens])
         offset += row.num_tokens
     query_start = np.zeros(len(rows) + 1, np.int32)
     np.cumsum([row.num_tokens for row in rows], out=query_start[1:])

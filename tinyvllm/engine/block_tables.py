@@ -130,18 +130,21 @@ class BlockTables:
     def keep(self, request: Request, num_tokens: int) -> None:
         """Offers the full blocks of a request's first `num_tokens` tokens to the prefix cache.
 
-        The values of these tokens are known, and steps that have been updated computed them.
+        The values of these tokens are known, and steps that have been launched compute them.
         """
-        size = self.blocks.block_size
-        for i in range(request.num_kept_blocks, num_tokens // size):
-            if self.cache is None or request.cached_block is None:
+        size, first, end = self.blocks.block_size, request.num_kept_blocks, num_tokens // self.blocks.block_size
+        if self.cache is None or first >= end:
+            return
+        known = request.tokens(first * size, end * size)
+        tables = zip(*[table[first:end] for table in request.block_ids], strict=True)
+        for i, blocks in enumerate(tables):
+            if request.cached_block is None:
                 return
-            tokens = tuple(request.tokens(i * size, (i + 1) * size))
-            blocks = tuple(table[i] for table in request.block_ids)
+            tokens = tuple(known[i * size : (i + 1) * size])
             # None once another request's block, which stands for an equal one of this request in
             # the tree, is evicted: what follows it is not cached.
             request.cached_block = self.cache.extend(request.cached_block, tokens, blocks)
-            request.num_kept_blocks = i + 1
+            request.num_kept_blocks += 1
 
     def release(self, request: Request) -> None:
         """Takes all of a request's blocks back."""

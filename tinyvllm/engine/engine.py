@@ -169,6 +169,7 @@ class LLMEngine:
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
             self._running.append(self._runner.launch(scheduled))
+            self.scheduler.launched(scheduled)
             self._monitor.launched(scheduled)
             if self.on_launch:
                 self.on_launch(scheduled)

@@ -48,8 +48,10 @@ class Queues:
         self._num_finished_tokens = 0  # output of the requests that have ended
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raises InputError when it can never run."""
-        self.validate(request)
+        """Queue a new request. Raises InputError when it can never run, unless `validate` has."""
+        if request.prompt_array is None:
+            self.validate(request)
+        self._check_id(request)
         parent = request.parent
         if parent is not None:
             assert parent.arrival >= 0, f"{parent} must be added before its child {request}"
@@ -132,13 +134,17 @@ class Queues:
 
     def validate(self, request: Request) -> None:
         """Raise InputError, with the numbers, for a request that can never run."""
-        name = f"request {request.request_id!r}"
-        if request.request_id in self._requests:
-            raise InputError(f"{name}: a request with this id is not finished yet")
+        self._check_id(request)
         request.validate(self.max_model_len, self.vocab_size)
         blocks, num_prompt = self.blocks, len(request.prompt_token_ids)
         if num_prompt > blocks.max_tokens:
             raise InputError(
-                f"{name}: the prompt of {num_prompt} tokens needs {blocks.blocks_for(num_prompt)} "
+                f"request {request.request_id!r}: the prompt of {num_prompt} tokens needs {blocks.blocks_for(num_prompt)} "
                 f"KV blocks of {blocks.block_size} tokens; the cache has {blocks.num_blocks}"
+            )
+
+    def _check_id(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            raise InputError(
+                f"request {request.request_id!r}: a request with this id is not finished yet"
             )

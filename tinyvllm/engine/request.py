@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import numpy as np
 
 from tinyvllm.engine.row_lists import RowLists
 from tinyvllm.memory.prefix_cache import CachedBlock
@@ -60,6 +63,7 @@ class Request:
         "parent",
         "priority",
         "prompt",
+        "prompt_array",
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
@@ -90,6 +94,7 @@ class Request:
         self.index = index
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
+        self.prompt_array: np.ndarray | None = None  # the same as int32, from `validate` on
         self.params = params
         self.sampler = SAMPLERS.index(params.sampler)  # of a step's rows the largest counts
         self.row_lists: RowLists = {}  # of the row's states, for the "adjust" sampler
@@ -159,6 +164,18 @@ class Request:
         output = self.output_token_ids[max(0, start - num_prompt) : stop - num_prompt]
         return self.prompt_token_ids[start:] + output
 
+    def copy_tokens(self, start: int, out: np.ndarray) -> None:
+        """Writes the known tokens from `start` on to `out`, int32, as many as it holds.
+
+        Steps copy whole prompts, so their values are converted once, by `validate`.
+        """
+        stop = start + len(out)
+        if stop <= len(self.prompt_token_ids):
+            assert self.prompt_array is not None, f"{self} was not validated"
+            out[:] = self.prompt_array[start:stop]
+        else:
+            out[:] = self.tokens(start, stop)
+
     def validate(self, max_model_len: int, vocab_size: int) -> None:
         """Raise InputError unless the prompt leaves room for a token and all ids are tokens."""
         name, num_prompt = f"request {self.request_id!r}", len(self.prompt_token_ids)
@@ -175,18 +192,8 @@ class Request:
             value = getattr(self.params, option)
             if value is not None and value > vocab_size:
                 raise InputError(f"{name}: {option}={value}: the model has {vocab_size} tokens")
-        stop = self.params.stop_token_ids
-        for what, ids in (("prompt", self.prompt_token_ids), ("stop_token_ids", stop)):
-            # The usual case without a look at each by itself: prompts are long.
-            if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-                continue
-            for i, token in enumerate(ids):
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise InputError(f"{name}: {what}[{i}]={token!r}: a token id is an integer")
-                if not 0 <= token < vocab_size:
-                    raise InputError(
-                        f"{name}: {what}[{i}]={token}: token ids are from 0 to {vocab_size - 1}"
-                    )
+        self.prompt_array = _checked(name, "prompt", self.prompt_token_ids, vocab_size)
+        _checked(name, "stop_token_ids", self.params.stop_token_ids, vocab_size)
 
     def __repr__(self) -> str:
         return (
@@ -194,3 +201,21 @@ class Request:
             f"{len(self.prompt_token_ids)} prompt + {len(self.output_token_ids)} output tokens, "
             f"{self.num_computed_tokens} of {self.num_tokens} computed)"
         )
+
+
+def _checked(name: str, what: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """The ids as int32; InputError unless each is a token."""
+    # The usual case without a look at each by itself: prompts are long.
+    if set(map(type, ids)) <= {int}:
+        with suppress(OverflowError):
+            array = np.array(ids, np.int64)
+            if array.min(initial=0) >= 0 and array.max(initial=0) < vocab_size:
+                return array.astype(np.int32)
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InputError(f"{name}: {what}[{i}]={token!r}: a token id is an integer")
+        if not 0 <= token < vocab_size:
+            raise InputError(
+                f"{name}: {what}[{i}]={token}: token ids are from 0 to {vocab_size - 1}"
+            )
+    return np.array(ids, np.int32)

@@ -69,6 +69,15 @@ class Scheduler(Preempting):
             self._admit(step)
         return step if step.rows else None
 
+    def launched(self, step: ScheduledStep) -> None:
+        """Offers the blocks that `step`, just launched, fills with prompts to the prefix cache.
+
+        Whoever finds them there reads them in a later step, and steps run in the order of their
+        launches. So this costs nothing where a device works meanwhile; `update` would do it while
+        the device has nothing to do and the caller waits.
+        """
+        self._keep_filled(step)
+
     def update(self, step: ScheduledStep, sampled_tokens: Sequence[int]) -> list[Request]:
         """Take the tokens of `step.sampling_rows`, in that order; return the requests that end.
 
@@ -76,10 +85,7 @@ class Scheduler(Preempting):
         need. A token of a request that ended since the step
         was scheduled is dropped. Full blocks that the step completed enter the prefix cache.
         """
-        for request, num_preemptions, num_tokens in step.filled:
-            # Otherwise the blocks that the step wrote are not the request's any more.
-            if request.slot is not None and request.num_preemptions == num_preemptions:
-                self.tables.keep(request, num_tokens)
+        self._keep_filled(step)
         ended = []
         for row, token in zip(step.sampling_rows, sampled_tokens, strict=True):
             request = row.request
@@ -99,6 +105,16 @@ class Scheduler(Preempting):
             self._finish(request, reason, stop_reason)
             ended.append(request)
         return ended
+
+    def _keep_filled(self, step: ScheduledStep) -> None:
+        """Keeps the full blocks of a launched step as far as the values of their tokens are
+        known: those of prompts at once, of sampled tokens from the update of their step on."""
+        for request, num_preemptions, num_tokens in step.filled:
+            # Otherwise the blocks that the step wrote are not the request's any more.
+            if request.slot is None or request.num_preemptions != num_preemptions:
+                continue
+            if num_tokens <= request.num_known_tokens:
+                self.tables.keep(request, num_tokens)
 
     def _decode(self, step: ScheduledStep) -> None:
         """One token for each running request past its prompt."""

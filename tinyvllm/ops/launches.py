@@ -109,20 +109,16 @@ class _Layers:
         self._read: dict[str, int] | None = None  # the sizes that decided what is ready
         self._repeated: dict[tuple[int, Kernel], RepeatedLaunch] = {}
 
-    def launches(self, dims: Dims) -> list[Launch] | None:
-        """The first layer's launches at these sizes; None if all is ready for them as it is."""
+    def fit(self, dims: Dims) -> None:
+        """Makes the launches of all layers ready for these sizes, unless they are."""
         read = self._read
         if read is not None and all(dims[name] == size for name, size in read.items()):
-            return None
+            return
         sizes = SizesRead(dims)
         self._read, self.ready = None, []
         launches = self.ops[0].launches(sizes)
-        self._read = sizes.read
-        return launches
-
-    def set(self, launches: list[Launch], dims: Dims) -> None:
-        """Makes what `launches` has returned ready, for all layers."""
         self.ready = [self._repeat(n, launch, dims) for n, launch in enumerate(launches)]
+        self._read = sizes.read
 
     def _repeat(self, n: int, launch: Launch, dims: Dims) -> RepeatedLaunch:
         key = n, launch.spec.kernel
@@ -156,6 +152,7 @@ class ProgramLaunches:
     ) -> None:
         self.ops = ops
         self._loader = loader
+        self._fresh = True
         self._layers: list[_Layers] = []
         order: dict[int, tuple[_Layers, int]] = {}
         for group in alike(program):
@@ -165,16 +162,17 @@ class ProgramLaunches:
         self._order = [order[i] for i in range(len(ops))]
 
     def run(self, dims: Dims) -> None:
-        """Runs all launches, for these sizes, in their order."""
-        changed = []
-        for layers in self._layers:
-            launches = layers.launches(dims)
-            if launches is not None:
-                changed.append((layers, launches))
-        self._loader.load_all(launch.spec for _, launches in changed for launch in launches)
-        for layers, launches in changed:
-            layers.set(launches, dims)
+        """Runs all launches, for these sizes, in their order.
+
+        Each is worked out when its turn comes, so that the device begins with the first at once.
+        """
+        if self._fresh:  # kernels that nobody has asked for yet are compiled side by side
+            firsts = [layers.ops[0].launches(dims) for layers in self._layers]
+            self._loader.load_all(launch.spec for launches in firsts for launch in launches)
+            self._fresh = False
         for layers, k in self._order:
+            if k == 0:
+                layers.fit(dims)
             for repeated in layers.ready:
                 repeated.run(k)
 
