@@ -101,6 +101,16 @@ def test_row_edits_carry_the_parameters():
     assert off == expected[0], "what was not asked for is off"
 
 
+def test_tokens_are_copied_from_the_prompt_and_beyond_it():
+    request = make_request("a", [10, 11, 12])
+    request.output_token_ids = [20, 21]
+    for start in range(5):
+        for stop in range(start, 6):
+            out = np.full(stop - start, -1, np.int32)[: 5 - start]
+            request.copy_tokens(start, out)
+            assert out.tolist() == [10, 11, 12, 20, 21][start:stop]
+
+
 @pytest.mark.parametrize("prompt", [[], [7, 8]])
 def test_a_row_that_returns_is_a_decode_row_with_its_token(prompt):
     """In a step of decode rows alone, and in a mixed one."""

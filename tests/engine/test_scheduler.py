@@ -549,6 +549,28 @@ def test_integrity_check_finds_damage(damage, message):
         scheduler.check_integrity()
 
 
+def test_blocks_of_prompts_are_found_once_their_step_is_launched():
+    """Before its tokens are there; what was sampled enters the cache when its values are known."""
+    scheduler = make_scheduler(20, budget=16)
+    device = ToyDevice(scheduler)
+    scheduler.add(make_request("first", range(9), max_tokens=9))
+    steps = [scheduler.schedule()]
+    scheduler.add(make_request("second", range(9), max_tokens=1))
+    tokens = [device.run(steps[0])]
+    scheduler.launched(steps[0])
+    for _ in range(4):  # the last begins the first block after one with sampled tokens
+        steps.append(scheduler.schedule())
+        tokens.append(device.run(steps[-1]))
+        scheduler.launched(steps[-1])
+    assert [(r.start, r.num_tokens) for r in steps[1].prefill_rows] == [(8, 1)], "two blocks found"
+    first = steps[0].rows[0].request
+    assert (steps[-1].rows[0].start, first.num_kept_blocks) == (12, 2)
+    for step, sampled in zip(steps, tokens, strict=True):
+        scheduler.update(step, sampled)
+        scheduler.check_integrity()
+    assert first.num_kept_blocks == 3
+
+
 def step_once(scheduler, device):
     step = scheduler.schedule()
     check_step(scheduler, step)

@@ -108,15 +108,15 @@ def run_cuda(
     try:
         for name, value in pick(program, arrays, STATE).items():
             executor.write_state(name, value)
-        memset(executor.arena, 0xFF, executor.arena_bytes, stream)
+        memset(executor.buffers.arena, 0xFF, executor.buffers.arena_bytes, stream)
         executor.run(program.name, dims, inputs, ()).get()
-        plan = executor.plans[program.name]
+        plan = executor.buffers.plans[program.name]
         results = {}
         for b in program.of_kind(OUTPUT):
             dtype = b.dtype or act
             shape, full = concrete(b.shape, {**limits, **dims}), concrete(b.shape, limits)
             bits = np.empty(int(np.prod(full)), dtype.storage)
-            copy_to_host(bits, executor.arena + plan.offsets[b.name], stream)
+            copy_to_host(bits, executor.buffers.arena + plan.offsets[b.name], stream)
             stream.synchronize()
             size = int(np.prod(shape))
             assert (bits[size:].view(np.uint8) == 0xFF).all(), f"{b.name}: written past its end"

@@ -21,7 +21,7 @@ from tinyvllm.model.presets import PRESETS
 from tinyvllm.model.programs import step_program
 from tinyvllm.model.weights import packed_weights, place_weights
 from tinyvllm.ops.cuda_executor import CudaExecutor
-from tinyvllm.ops.launches import SizesRead, alike
+from tinyvllm.ops.launches import ProgramLaunches, SizesRead, alike
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
 from tinyvllm.util import DType, InputError
@@ -130,6 +130,43 @@ def test_moved_launches_are_those_worked_out_for_each_op(launched, loader, path,
             assert have == launched
             assert len(have) > 3 * 7
         executor.close()
+
+
+def test_the_first_launch_does_not_wait_for_the_others_to_be_worked_out(fake_driver):
+    """But all kernels are compiled before it, side by side, when a program first runs."""
+    log = []
+
+    class Bound:
+        def __init__(self, name):
+            self.name = name
+
+        def launches(self, dims):
+            log.append(f"work out {self.name} of {dims['T']}")
+            return [Kernel(f"{self.name}.cu", self.name, "i32 n")().launch((1,), 32, n=dims["T"])]
+
+    class Loads(Loader):
+        def load_all(self, specs):
+            missing = list(specs)
+            log.append(f"load {len(missing)}")
+
+        def kernel(self, launch):
+            packer, offsets = _packing(launch.spec.kernel)
+            return LoadedKernel(None, launch.spec.kernel.function, 1024, 0, 0, packer, offsets)
+
+    fake_driver.cuLaunchKernelEx = lambda config, function, *_: log.append(f"run {function}") or 0
+    p = Program("t")
+    p.buffer("x", ("T", 16), kind=INPUT)
+    p.emit("silu_mul", "y", gate="x", up="x")
+    p.emit("add", "z", a="y", b="x", out_kind=OUTPUT)
+    with Device(), driver_kernel.Stream() as stream:
+        launches = ProgramLaunches(p, [Bound("one"), Bound("two")], Loads(), stream)
+        launches.run({"T": 3})
+        assert log[:3] == ["work out one of 3", "work out two of 3", "load 2"]
+        log.clear()
+        launches.run({"T": 4})
+    two = [entry for entry in log if "two" in entry]
+    assert log.index("run one") < log.index(two[0])
+    assert not any("load" in entry for entry in log)
 
 
 def test_columns_of_a_buffer_that_lies_elsewhere_are_found(launched, loader):

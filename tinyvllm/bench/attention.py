@@ -222,7 +222,7 @@ class AttentionBench(ExitStack):
                 READ_THREADS,
                 base=kv.ptr + layer * layer_bytes,
                 pages=tables.ptr,
-                out=self._executor.arena,
+                out=self._executor.buffers.arena,
                 num_pages=kv.shape[0],
                 page_bytes=layer_bytes,
                 page_stride=LAYERS * layer_bytes,

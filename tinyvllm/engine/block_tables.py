@@ -132,7 +132,11 @@ class BlockTables:
 
         The values of these tokens are known, and steps that have been launched compute them.
         """
-        size, first, end = self.blocks.block_size, request.num_kept_blocks, num_tokens // self.blocks.block_size
+        size, first, end = (
+            self.blocks.block_size,
+            request.num_kept_blocks,
+            num_tokens // self.blocks.block_size,
+        )
         if self.cache is None or first >= end:
             return
         known = request.tokens(first * size, end * size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +14,8 @@ from tinyvllm.engine.backend import Backend, open_backend
 from tinyvllm.engine.monitor import Monitor
 from tinyvllm.engine.output_processor import OutputProcessor
 from tinyvllm.engine.policy import order_of
-from tinyvllm.engine.prompt import tokenize
 from tinyvllm.engine.request import Request
-from tinyvllm.engine.row_lists import row_lists
+from tinyvllm.engine.request_maker import RequestMaker
 from tinyvllm.engine.runner import ModelRunner, RunningStep
 from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.engine.stats import EngineStats
@@ -27,7 +25,7 @@ from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.outputs import RequestOutput
-from tinyvllm.sampling_params import SamplingParams, bad_word_ids
+from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError, logger
 
 
@@ -51,6 +49,7 @@ class LLMEngine:
             vocab_size=self.model.config.vocab_size,
             swapper=self.backend.swapper,
         )
+        self._maker = RequestMaker(self.tokenizer, self.model.config, self.scheduler)
         self._runner = ModelRunner(
             self.backend, self.tokenizer, seed=config.seed, enforce_eager=config.enforce_eager
         )
@@ -74,34 +73,7 @@ class LLMEngine:
     ) -> list[Request]:
         """The checked sequences of a request, params.n of them; `enqueue` starts them."""
         self._check_awake()
-        text, ids = tokenize(self.tokenizer, request_id, prompt)
-        vocab_size = self.model.config.vocab_size
-        words = bad_word_ids(params.bad_words, lambda word: self.tokenizer.encode(word, False))
-        requests: list[Request] = []
-        for index in range(params.n):
-            if index == 1:  # the first one scores the prompt for all
-                params = replace(params, prompt_logprobs=None)
-            request = Request(
-                request_id if index == 0 else f"{request_id}.{index}",
-                ids,
-                params,
-                self.model.config.eos_token_ids,
-                text,
-                priority=priority,
-                parent=requests[0] if requests else None,
-                index=index,
-            )
-            self.scheduler.validate(request)
-            if params.sampler == "adjust":
-                request.row_lists = row_lists(
-                    params,
-                    num_prompt=len(ids),
-                    stop_ids=request.stop_set,
-                    bad_words=words,
-                    vocab_size=vocab_size,
-                )
-            requests.append(request)
-        return requests
+        return self._maker.make(request_id, prompt, params, priority)
 
     def add_request(
         self,

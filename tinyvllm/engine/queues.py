@@ -139,8 +139,9 @@ class Queues:
         blocks, num_prompt = self.blocks, len(request.prompt_token_ids)
         if num_prompt > blocks.max_tokens:
             raise InputError(
-                f"request {request.request_id!r}: the prompt of {num_prompt} tokens needs {blocks.blocks_for(num_prompt)} "
-                f"KV blocks of {blocks.block_size} tokens; the cache has {blocks.num_blocks}"
+                f"request {request.request_id!r}: the prompt of {num_prompt} tokens needs "
+                f"{blocks.blocks_for(num_prompt)} KV blocks of {blocks.block_size} tokens; "
+                f"the cache has {blocks.num_blocks}"
             )
 
     def _check_id(self, request: Request) -> None:

@@ -12,7 +12,7 @@ from tinyvllm.driver.calls import phase
 from tinyvllm.driver.device import Stream
 from tinyvllm.driver.graph import GraphExec, capture
 from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
-from tinyvllm.driver.memory import copy_to_device, copy_to_host, memset
+from tinyvllm.driver.memory import copy_to_device, copy_to_host
 from tinyvllm.driver.spec import DeviceInfo, Launch
 from tinyvllm.driver.timing import LaunchTimer
 from tinyvllm.memory.array import DeviceArray
@@ -20,17 +20,16 @@ from tinyvllm.memory.output_ring import OutputRing, PendingOutputs
 from tinyvllm.memory.plan import Plan
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.memory.staging import StagingRing
+from tinyvllm.ops.device_buffers import DeviceBuffers
 from tinyvllm.ops.executor import (
     Dims,
-    InputLayout,
     Recent,
     Report,
     follows,
     plan_program,
-    scratch_name,
 )
-from tinyvllm.ops.launches import BoundOp, Place, ProgramLaunches
-from tinyvllm.ops.program import EXTERNAL, INPUT, OUTPUT, STATE, Op, Program, concrete
+from tinyvllm.ops.launches import ProgramLaunches
+from tinyvllm.ops.program import OUTPUT, Op, Program
 from tinyvllm.util import DType
 
 MAX_GRAPHS = 256  # kept ready: decode repeats its sizes
@@ -63,29 +62,21 @@ class CudaExecutor:
         self._limits = limits
         self._act, self._info, self._loader = act, info, loader
         self._pool, self._stream = pool, stream
-        self._arrays: dict[str, DeviceArray] = dict(weights)
-        self.plans: dict[str, Plan] = {
-            p.name: plan_program(p, limits, act, info)
-            for p in self._programs.values()
-            if not follows(p)
-        }
-        self.arena_bytes = max(plan.arena_bytes for plan in self.plans.values())
-        buffers = {
-            b.name: b
-            for p in self._programs.values()
-            for b in p.of_kind(INPUT)
-            if b.name not in self._arrays
-        }
-        self._inputs = InputLayout.of(list(buffers.values()), limits)
         self._launches: dict[str, ProgramLaunches] = {}  # by program, made when it first runs
-        self._previous: tuple[Program, Dims] | None = None
         self._timing: tuple[LaunchTimer, Report] | None = None
         self._owned = ExitStack()
         with self._owned as owned:  # after an error nothing is left
-            self.arena = self._alloc(self.arena_bytes)
-            self._new_states()
-            self._input_region = self._alloc(self._inputs.num_bytes)
-            self._staging = StagingRing(NUM_SLOTS, max(self._inputs.num_bytes, 1))
+            self.buffers = DeviceBuffers(
+                self._programs.values(),
+                weights,
+                limits,
+                act=act,
+                info=info,
+                pool=pool,
+                stream=stream,
+            )
+            owned.callback(self.buffers.close)
+            self._staging = StagingRing(NUM_SLOTS, max(self.buffers.inputs.num_bytes, 1))
             owned.callback(self._staging.close)
             self._outputs = OutputRing(NUM_SLOTS, OUTPUT_SLOT_BYTES)
             owned.callback(self._outputs.close)
@@ -115,7 +106,7 @@ class CudaExecutor:
             plan = plan_program(p, dims, self._act, self._info)
             arena = self._pool.alloc(plan.arena_bytes, self._stream)
             try:
-                for op in self._bound(p, dims, plan, arena):
+                for op in self.buffers.bound(p, dims, plan, arena):
                     self.launch(op.launches(dims))
                 return self._fetch(p, dims, plan, arena, fetch)
             finally:
@@ -131,8 +122,7 @@ class CudaExecutor:
             ready.run(self._stream)
         else:
             self._launches_of(p).run(dims)
-        self._previous = p, dims
-        return self._fetch(p, dims, self.plans[program], self.arena, fetch)
+        return self._done(p, dims, fetch)
 
     @property
     def stream(self) -> Stream:
@@ -163,11 +153,13 @@ class CudaExecutor:
         For tests and benchmarks: it waits for all work in the stream.
         """
         p, dims = self._programs[program], {**self._limits, **dims}
-        return self._values(self._array(p, name, dims, self.plans[program], self.arena))
+        return self._values(
+            self.buffers.array(p, name, dims, self.buffers.plans[program], self.buffers.arena)
+        )
 
     def array(self, name: str) -> DeviceArray:
         """Where a state or a weight is, for as long as the executor is open."""
-        return self._arrays[name]
+        return self.buffers.arrays[name]
 
     def write_row(self, name: str, row: int, values: np.ndarray) -> None:
         """Writes the first elements of one row of a state, in stream order.
@@ -175,7 +167,7 @@ class CudaExecutor:
         For what a step's inputs are too small for. The driver takes a copy of `values` before it
         returns.
         """
-        array = self._arrays[name]
+        array = self.buffers.arrays[name]
         bits = np.ascontiguousarray(array.dtype.encode(values))
         row_bytes = prod(array.shape[1:]) * array.dtype.itemsize
         assert bits.nbytes <= row_bytes, (name, values.shape, array.shape)
@@ -186,14 +178,11 @@ class CudaExecutor:
 
         For start-up and tests: it waits for the copy.
         """
-        array = self._arrays[name]
-        assert value.shape == array.shape, (name, value.shape, array.shape)
-        copy_to_device(array.ptr, np.ascontiguousarray(array.dtype.encode(value)), self._stream)
-        self._stream.synchronize()
+        self.buffers.write(name, value)
 
     def read_state(self, name: str) -> np.ndarray:
         """A state buffer's values as float32 or int32; waits for all work in the stream."""
-        return self._values(self._arrays[name])
+        return self._values(self.buffers.arrays[name])
 
     def _values(self, array: DeviceArray) -> np.ndarray:
         assert array.contiguous, array
@@ -214,43 +203,20 @@ class CudaExecutor:
         self.report_times(None)
         self._owned.close()
 
-    def _alloc(self, num_bytes: int) -> int:
-        """An allocation that lives as long as the executor."""
-        ptr = self._pool.alloc(max(num_bytes, 1), self._stream)
-        self._owned.callback(self._pool.free, ptr, self._stream)
-        return ptr
-
-    def _new_states(self) -> None:
-        """States, all zero, and constants, unless they are on the device already."""
-        for p in self._programs.values():
-            for b in p.of_kind(STATE):
-                if b.name not in self._arrays:
-                    shape = concrete(b.shape, self._limits)
-                    self._arrays[b.name] = self._new_array(shape, b.dtype)
-            for name, value in p.constants.items():
-                if name not in self._arrays:
-                    self._arrays[name] = self._new_array(value.shape, DType.F32)
-                    self.write_state(name, value)
-
-    def _new_array(self, shape: tuple[int, ...], dtype: DType | None) -> DeviceArray:
-        array = DeviceArray(0, shape, dtype or self._act)
-        ptr = self._alloc(array.nbytes)
-        memset(ptr, 0, array.nbytes, self._stream)
-        return DeviceArray(ptr, shape, dtype or self._act)
-
     def _send(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Packs the inputs into a staging slot and copies it to the device in one piece."""
         if not inputs:
             return
         slot = self._staging.acquire()
-        start, end = self._inputs.num_bytes, 0
+        layout = self.buffers.inputs
+        start, end = layout.num_bytes, 0
         for name, value in inputs.items():
-            offset = self._inputs.offsets[name]
+            offset = layout.offsets[name]
             flat = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
             slot.array[offset : offset + flat.nbytes] = flat
             start, end = min(start, offset), max(end, offset + flat.nbytes)
         if end > start:
-            copy_to_device(self._input_region + start, slot.array[start:end], self._stream)
+            copy_to_device(self.buffers.input_region + start, slot.array[start:end], self._stream)
         self._staging.release(slot, self._stream)
 
     def _capture(self, p: Program, dims: Dims) -> GraphExec:
@@ -271,63 +237,27 @@ class CudaExecutor:
         by_op = self.launches_by_op(p.name, dims)
         launches = [launch for _, launches in by_op for launch in launches]
         report(TRACK, *timer.run(p.name, sizes, launches, self._loader, self._stream))
-        self._previous = p, dims
-        return self._fetch(p, dims, self.plans[p.name], self.arena, fetch)
+        return self._done(p, dims, fetch)
+
+    def _done(self, p: Program, dims: Dims, fetch: tuple[str, ...]) -> PendingOutputs:
+        """Queues the copies of outputs of a program whose launches are queued."""
+        self.buffers.previous = p, dims
+        return self._fetch(p, dims, self.buffers.plans[p.name], self.buffers.arena, fetch)
 
     def _launches_of(self, p: Program) -> ProgramLaunches:
         """The launches of a program in the executor's arena."""
         found = self._launches.get(p.name)
         if found is None:
-            ops = self._bound(p, self._limits, self.plans[p.name], self.arena)
+            plan = self.buffers.plans[p.name]
+            ops = self.buffers.bound(p, self._limits, plan, self.buffers.arena)
             found = self._launches[p.name] = ProgramLaunches(p, ops, self._loader, self._stream)
         return found
-
-    def _bound(self, p: Program, room: Dims, plan: Plan, arena: int) -> list[BoundOp]:
-        """The ops of a program whose buffers lie in an arena with room for such sizes."""
-        return [
-            BoundOp(
-                p,
-                op,
-                lambda name: self._place(p, name, room, plan, arena),
-                act=self._act,
-                info=self._info,
-                scratch=arena + plan.offsets.get(scratch_name(i), 0),
-            )
-            for i, op in enumerate(p.ops)
-        ]
-
-    def _place(
-        self, p: Program, name: str, room: Dims, plan: Plan, arena: int
-    ) -> Place | DeviceArray:
-        """Where a buffer or weight is; all of it where that does not depend on a run's sizes."""
-        if name in self._arrays:
-            return self._arrays[name]
-        b = p.buffers[name]
-        if b.parent is not None:
-            parent = self._place(p, b.parent, room, plan, arena)
-            return parent.columns(b.column, int(b.shape[-1]))
-        if b.kind == EXTERNAL:
-            assert self._previous is not None, f"{p.name} runs after another program"
-            before, dims = self._previous
-            place = self._place(before, name, self._limits, self.plans[before.name], self.arena)
-            return place.array(dims) if isinstance(place, Place) else place
-        base = (
-            self._input_region + self._inputs.offsets[name]
-            if b.kind == INPUT
-            else (arena + plan.offsets[name])
-        )
-        return Place(base, b.shape, b.dtype or self._act, max_rows=concrete(b.shape[:1], room)[0])
-
-    def _array(self, p: Program, name: str, dims: Dims, plan: Plan, arena: int) -> DeviceArray:
-        room = self._limits if arena == self.arena else dims
-        place = self._place(p, name, room, plan, arena)
-        return place.array(dims) if isinstance(place, Place) else place
 
     def _fetch(
         self, p: Program, dims: Dims, plan: Plan, arena: int, names: tuple[str, ...]
     ) -> PendingOutputs:
         """Queues the copies of outputs to a slot of the output ring."""
-        arrays = {n: self._array(p, n, dims, plan, arena) for n in names}
+        arrays = {n: self.buffers.array(p, n, dims, plan, arena) for n in names}
         for name, array in arrays.items():
             assert p.buffers[name].kind == OUTPUT and array.dtype.storage.itemsize == 4
         return self._outputs.fetch(arrays, self._stream)
