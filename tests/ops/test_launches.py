@@ -151,7 +151,7 @@ def test_the_first_launch_does_not_wait_for_the_others_to_be_worked_out(fake_dri
 
         def kernel(self, launch):
             packer, offsets = _packing(launch.spec.kernel)
-            return LoadedKernel(None, launch.spec.kernel.function, 1024, 0, 0, packer, offsets)
+            return LoadedKernel(None, launch.spec.kernel.entry, 1024, 0, 0, packer, offsets)
 
     fake_driver.cuLaunchKernelEx = lambda config, function, *_: log.append(f"run {function}") or 0
     p = Program("t")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import numpy as np
 
@@ -86,7 +87,7 @@ def build_batch(step: ScheduledStep, engine_seed: int, limits: Mapping[str, int]
         "batch_slots": np.array([row.slot for row in rows], np.int32),
         "query_start": query_start,
         "sample_rows": np.array(sample_rows, np.int32),
-        "block_edits": np.array(step.new_blocks, np.int32).reshape(-1, BLOCK_EDIT_WORDS),
+        "block_edits": _block_edits(step),
         "prompt_ids": prompt_ids,
     }
     longest_query = max((row.num_tokens for row in prefill), default=0)
@@ -127,7 +128,7 @@ def _decode_batch(step: ScheduledStep, engine_seed: int, limits: Mapping[str, in
         "batch_slots": slots,
         "query_start": counting,
         "sample_rows": counting[:-1],
-        "block_edits": np.array(step.new_blocks, np.int32).reshape(-1, BLOCK_EDIT_WORDS),
+        "block_edits": _block_edits(step),
         "prompt_ids": minus_one,
     }
     if step.joins:  # declared before the others: without it the copy is shorter
@@ -141,6 +142,13 @@ def _decode_batch(step: ScheduledStep, engine_seed: int, limits: Mapping[str, in
 def _constants(bucket: int) -> tuple[np.ndarray, np.ndarray]:
     """0 ... bucket, and -1 for each row."""
     return np.arange(bucket + 1, dtype=np.int32), np.full(bucket, -1, np.int32)
+
+
+def _block_edits(step: ScheduledStep) -> np.ndarray:
+    """int32 [entries, BLOCK_EDIT_WORDS]; a long prompt has hundreds, so word by word: it is
+    several times as fast as an array of tuples."""
+    words = np.fromiter(chain.from_iterable(step.new_blocks), np.int32)
+    return words.reshape(-1, BLOCK_EDIT_WORDS)
 
 
 def _row_edits(joins: list[ScheduledRow], engine_seed: int) -> np.ndarray:
