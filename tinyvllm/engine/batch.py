@@ -145,8 +145,8 @@ def _constants(bucket: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _block_edits(step: ScheduledStep) -> np.ndarray:
-    """int32 [entries, BLOCK_EDIT_WORDS]; a long prompt has hundreds, so word by word: it is
-    several times as fast as an array of tuples."""
+    """int32 [entries, BLOCK_EDIT_WORDS]."""
+    # A long prompt has hundreds; word by word takes half as long as from the tuples.
     words = np.fromiter(chain.from_iterable(step.new_blocks), np.int32)
     return words.reshape(-1, BLOCK_EDIT_WORDS)
 
