@@ -64,6 +64,15 @@ MATMUL_HOPPER = Kernel(
     arch="sm_90a",
     pdl=True,
 )
+MATMUL_ROPE_KV_WRITE = Kernel(
+    "matmul_hopper.cu",
+    "matmul_rope_kv_write_kernel",
+    "map x_map, map weight_map, ptr bias, ptr positions, ptr token_slots, ptr block_tables, "
+    "ptr inv_freq, ptr q, ptr kv_cache, i32 M, i32 N, i32 K, i32 q_stride, i64 block_stride, "
+    "i32 num_heads, i32 num_kv_heads, i32 block_shift, i32 max_blocks, i32 group",
+    arch="sm_90a",
+    pdl=True,
+)
 MATMUL_FEW_ROWS = Kernel(
     "matmul_few_rows.cu",
     "matmul_few_rows_kernel",
@@ -77,6 +86,7 @@ MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
 HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
 HOPPER_CLUSTERED = 256
 HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
+ROPE_ROWS = {64: 33, 128: 65}  # by head_dim: rows from which on tiles have whole heads
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -116,6 +126,18 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
             MATMUL, small[:5], tiles * split, small.threads, small.smem, split, cluster=split
         )
     return _large_tiles(M, N, device)
+
+
+def choose_rope(M: int, N: int, K: int, head_dim: int, device: DeviceInfo) -> Choice | None:
+    """The kernel that makes heads of q, k and v and also rotates and writes them, if there is one.
+
+    It is matmul_hopper.cu with a tile that has whole heads, for as many rows as are its own.
+    """
+    if device.kernel_path != "hopper" or head_dim not in ROPE_ROWS or ROPE_ROWS[head_dim] > M:
+        return None
+    tile, _ = _hopper_tile(M, N, K, device, silu=False, head_dim=head_dim)
+    choice = hopper_choice(tile, 1, M, N, device)
+    return choice._replace(kernel=MATMUL_ROPE_KV_WRITE, template=(*tile, head_dim))
 
 
 def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo) -> Choice:
@@ -182,8 +204,11 @@ def _hopper_splits(tile: HopperTile, M: int, N: int, K: int, device: DeviceInfo)
 
 
 @lru_cache(4096)
-def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tuple[HopperTile, int]:
-    """The tile and split of K with the least estimated time.
+def _hopper_tile(
+    M: int, N: int, K: int, device: DeviceInfo, silu: bool, head_dim: int = 0
+) -> tuple[HopperTile, int]:
+    """The tile and split of K with the least estimated time; with `head_dim`, those whose sums of a
+    head are all in one thread block.
 
     A block's products follow each other, and wait for data: by its own pipeline, or by L2, which
     serves all SMs. Before a tile's products data is on its way and after them sums are stored;
@@ -204,8 +229,12 @@ def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tupl
     tiles = [
         t
         for t in HOPPER_US
-        if t.rows * t.cluster < M + 64 and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
+        if t.rows * t.cluster < M + 64
+        and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
+        and not (head_dim and t.cols % head_dim)
     ]
+    if head_dim:
+        return min(((t, 1) for t in tiles), key=time)
     return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
 

@@ -1,0 +1,191 @@
+// What becomes of a warp's 16 rows of sums on their way to global memory, in matmul_hopper.cu.
+#pragma once
+
+#include "matmul_tile.cuh"
+
+// A warp's 16 rows of sums, which are put together in shared memory in pieces of columns, so that
+// whole lines are written. With SILU y has the products of pairs of 8 columns.
+template <typename Out, int BN, bool SILU> struct RowPieces {
+  static constexpr int kOperands = SILU ? 2 : 1;
+  static constexpr int kCols = BN / kOperands;  // of y
+  static constexpr int kMaxPiece = 128 / sizeof(Out);
+  static constexpr int kPiece = kCols % kMaxPiece == 0 ? kMaxPiece : kCols % 32 == 0 ? 32 : 16;
+  static constexpr int kPieces = kCols / kPiece;
+  static constexpr int kVec = 16 / sizeof(Out);
+  static constexpr int kVecs = kPiece / kVec;  // in a row
+  static constexpr int kRows = kWarpSize / kVecs;  // that are written at a time
+  static constexpr int kTurns = 16 / kRows;
+  static constexpr u32 kPitch = kPiece * sizeof(Out) + 16;  // lanes of a fragment hit all banks
+  static constexpr u32 kBytes = 16 * kPitch;  // of shared memory for each warp
+
+  u32 buffer;
+  int M, num_cols;
+
+  // The row that this lane writes in a turn, after the warp's first.
+  __device__ __forceinline__ static int row_of(int turn) {
+    return threadIdx.x % kWarpSize / kVecs + turn * kRows;
+  }
+
+  // Writes a piece, whose columns begin at col0 of y, to where place(turn, row, col) says: a multiple
+  // of 16 bytes if `aligned`, or nowhere if it is null.
+  template <int PIECE, typename Place>
+  __device__ __forceinline__ void write(const float (&sum)[BN / 2], int row0, int col0, bool aligned,
+                                        Place place) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const u32 mine = buffer + lane / 4 * kPitch + lane % 4 * (2 * sizeof(Out));
+#pragma unroll
+    for (int j = 0; j < kPiece / 8; j++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int i = 4 * (PIECE * (kPiece / 8) + j) * kOperands + 2 * half;
+        float2 v = {sum[i], sum[i + 1]};
+        if constexpr (SILU) v = {silu(v.x) * sum[i + 4], silu(v.y) * sum[i + 5]};
+        const u32 to = mine + 8 * half * kPitch + j * (8 * sizeof(Out));
+        if constexpr (sizeof(Out) == 4) {
+          store_shared(to, v);
+        } else {
+          store_shared(to, pack2<Out>(v.x, v.y));
+        }
+      }
+    }
+    __syncwarp();
+    const int col = col0 + lane % kVecs * kVec;
+    const u32 from = buffer + lane / kVecs * kPitch + lane % kVecs * 16;
+    const bool whole = aligned && col + kVec <= num_cols;
+    float4 v[kTurns];
+#pragma unroll
+    for (int i = 0; i < kTurns; i++) v[i] = load_shared_4(from + i * kRows * kPitch);
+#pragma unroll
+    for (int i = 0; i < kTurns; i++) {
+      const int row = row0 + row_of(i);
+      if (row >= M) break;
+      Out* const p = place(i, row, col);
+      if (p == nullptr) continue;
+      if (whole) {
+        *reinterpret_cast<float4*>(p) = v[i];
+      } else {
+        const Vec<Out, kVec> out = *reinterpret_cast<const Vec<Out, kVec>*>(&v[i]);
+#pragma unroll
+        for (int e = 0; e < kVec; e++) {
+          if (col + e < num_cols) p[e] = out.v[e];
+        }
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// Adds the bias to a warp's sums, of which the first is for weight row `weight_row` of num_rows.
+template <typename T, int BN>
+__device__ __forceinline__ void add_bias(float (&sum)[BN / 2], const T* bias, int weight_row,
+                                         int num_rows) {
+  const int first = weight_row + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < BN / 8; j++) {
+    const int row = first + 8 * j;
+    if (row < num_rows) {
+      const bool both = row + 1 < num_rows;
+      const float2 b = load2(bias + row, both, both);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        sum[4 * j + 2 * half] += b.x;
+        sum[4 * j + 2 * half + 1] += b.y;
+      }
+    }
+  }
+}
+
+// Sums get bias and residual and become y. It and others that stand in its place tell the kernel
+// what follows from the tile by their types; load() is called before the sums are complete, store()
+// with what it has loaded, for 16 rows of a tile that begins at `weight_row`.
+template <typename T, typename Out, int BN, bool SILU> struct RowStore {
+  using Output = Out;
+  using Pieces = RowPieces<Out, BN, SILU>;
+  static constexpr int kPiece = Pieces::kPiece;
+  using Ahead = u32[kPiece / 8][2];  // the residual's elements that belong to a piece
+  static constexpr bool kSilu = SILU;
+
+  const T* bias;
+  const T* residual;
+  Out* y;
+  i64 residual_stride, y_stride;
+  Pieces pieces;
+
+  __device__ __forceinline__ void load(Ahead& ahead, int row0, int weight_row) const {
+    if (!SILU && residual != nullptr) load_residual(ahead, row0, weight_row);
+  }
+
+  __device__ __forceinline__ void store(float (&sum)[BN / 2], Ahead& ahead, int row0,
+                                        int weight_row) const {
+    if (bias != nullptr) {
+      add_bias<T, BN>(sum, bias, weight_row, pieces.num_cols * Pieces::kOperands);
+    }
+    store_pieces<>(sum, ahead, row0, weight_row / Pieces::kOperands);
+  }
+
+ private:
+  // The residual's elements that belong to this lane's sums of a piece.
+  __device__ __forceinline__ void load_residual(Ahead& add, int row0,
+                                                 int col0) const {
+    const int row = row0 + threadIdx.x % kWarpSize / 4;
+    const int col = col0 + threadIdx.x % 4 * 2;
+    const T* const p = residual + row * residual_stride + col;
+    if (residual_stride % 2 == 0 && row0 + 16 <= pieces.M &&
+        col0 + kPiece <= pieces.num_cols) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int j = 0; j < kPiece / 8; j++) {
+          add[j][half] = *reinterpret_cast<const u32*>(p + 8 * half * residual_stride + 8 * j);
+        }
+      }
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int j = 0; j < kPiece / 8; j++) {
+        add[j][half] = 0;
+        if (row + 8 * half < pieces.M && col + 8 * j < pieces.num_cols) {
+          const T* const from = p + 8 * half * residual_stride + 8 * j;
+          const float2 v = load2(from, col + 8 * j + 1 < pieces.num_cols, false);
+          add[j][half] = pack2<T>(v.x, v.y);
+        }
+      }
+    }
+  }
+
+  template <int PIECE>
+  __device__ __forceinline__ void add_residual(float (&sum)[BN / 2], const Ahead& add) const {
+#pragma unroll
+    for (int j = 0; j < kPiece / 8; j++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int i = 4 * (PIECE * (kPiece / 8) + j) + 2 * half;
+        const float2 r = unpack2<T>(add[j][half]);
+        sum[i] += r.x;
+        sum[i + 1] += r.y;
+      }
+    }
+  }
+
+  // Stores the pieces from PIECE on; `add` is the first one's residual, if there is one.
+  template <int PIECE = 0>
+  __device__ __forceinline__ void store_pieces(float (&sum)[BN / 2], Ahead& add, int row0,
+                                               int col0) const {
+    if constexpr (PIECE < Pieces::kPieces) {
+      Ahead next;
+      if (!SILU && residual != nullptr) {
+        if constexpr (PIECE + 1 < Pieces::kPieces) {
+          load_residual(next, row0, col0 + (PIECE + 1) * kPiece);
+        }
+        if constexpr (!SILU) add_residual<PIECE>(sum, add);
+      }
+      const bool aligned = reinterpret_cast<u64>(y) % 16 == 0 && y_stride % Pieces::kVec == 0;
+      pieces.template write<PIECE>(
+          sum, row0, col0 + PIECE * kPiece, aligned,
+          [&](int, int row, int col) { return y + row * y_stride + col; });
+      store_pieces<PIECE + 1>(sum, next, row0, col0);
+    }
+  }
+};
