@@ -1,10 +1,10 @@
 // RoPE and the KV write on the way out of a product: sums are heads of q, k and v in this order; q is
-// rotated into y, k rotated and v as it is go to the paged cache. In place of RowStore.
+// rotated into `q`, k rotated and v as it is go to the paged cache (paged_kv.cuh has its layout; in a
+// block the V heads follow the K heads). In place of RowStore.
 //
 // Results are those of rope.cu to the bit: sums are rounded before they are rotated, and after.
 #pragma once
 
-#include "paged_kv.cuh"
 #include "rotation.cuh"
 #include "row_store.cuh"
 
@@ -16,8 +16,8 @@ template <typename T, int BN, int HEAD_DIM> struct RopeStore {
   static constexpr int kHalf = HEAD_DIM / 16;  // tiles of 8 columns in half a head
 
   struct Ahead {
-    int position[2];         // of the rows that this lane has sums of
-    i64 at[Pieces::kTurns];  // in the layer, of the keys that it writes, of head 0; < 0: padding
+    int position[2];            // of the rows that this lane has sums of
+    int block[Pieces::kTurns];  // of the keys and values that it writes; < 0: padding
   };
 
   const T* bias;
@@ -42,11 +42,10 @@ template <typename T, int BN, int HEAD_DIM> struct RopeStore {
     for (int i = 0; i < Pieces::kTurns; i++) {
       const int row = min(row0 + Pieces::row_of(i), pieces.M - 1);
       const int slot = token_slots[row];
-      ahead.at[i] = -1;
+      ahead.block[i] = -1;
       if (slot >= 0) {
-        const PagedKv<T> kv(nullptr, block_stride, num_kv_heads, 0, block_tables, max_blocks, slot,
-                            block_shift, HEAD_DIM);
-        ahead.at[i] = kv.offset(positions[row]);
+        ahead.block[i] = block_tables[slot * static_cast<i64>(max_blocks) +
+                                      (positions[row] >> block_shift)];
       }
     }
   }
@@ -89,13 +88,16 @@ template <typename T, int BN, int HEAD_DIM> struct RopeStore {
   __device__ __forceinline__ void store_pieces(const float (&sum)[BN / 2], const Ahead& ahead,
                                                int row0, int col0) const {
     if constexpr (PIECE < Pieces::kPieces) {
+      T* const first = q + (row0 + Pieces::row_of(0)) * q_stride;
       pieces.template write<PIECE>(
-          sum, row0, col0 + PIECE * Pieces::kPiece, true, [&](int turn, int row, int col) -> T* {
+          sum, row0, col0 + PIECE * Pieces::kPiece, true, [&](int turn, int col) -> T* {
             const int head = col / HEAD_DIM - num_heads;  // of the cache, where V follows K
-            if (head < 0) return q + row * q_stride + col;
-            if (ahead.at[turn] < 0 || col >= pieces.num_cols) return nullptr;
-            const i64 tile = static_cast<i64>(head * HEAD_DIM) << block_shift;
-            return kv_cache + ahead.at[turn] + tile + col % HEAD_DIM;
+            if (head < 0) return first + turn * Pieces::kRows * q_stride + col;
+            if (ahead.block[turn] < 0 || col >= pieces.num_cols) return nullptr;
+            const int place = positions[row0 + Pieces::row_of(turn)] & ((1 << block_shift) - 1);
+            const int tile_row = (head << block_shift) + place;
+            return kv_cache + ahead.block[turn] * block_stride + tile_row * HEAD_DIM +
+                   col % HEAD_DIM;
           });
       store_pieces<PIECE + 1>(sum, ahead, row0, col0);
     }

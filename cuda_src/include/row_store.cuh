@@ -26,8 +26,11 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
     return threadIdx.x % kWarpSize / kVecs + turn * kRows;
   }
 
-  // Writes a piece, whose columns begin at col0 of y, to where place(turn, row, col) says: a multiple
-  // of 16 bytes if `aligned`, or nowhere if it is null.
+  // The first column of those that it writes of a piece.
+  __device__ __forceinline__ static int col_of() { return threadIdx.x % kVecs * kVec; }
+
+  // Writes a piece, whose columns begin at col0 of y, to where place(turn, col) says: a multiple of
+  // 16 bytes if `aligned`, or nowhere if it is null.
   template <int PIECE, typename Place>
   __device__ __forceinline__ void write(const float (&sum)[BN / 2], int row0, int col0, bool aligned,
                                         Place place) const {
@@ -49,7 +52,7 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
       }
     }
     __syncwarp();
-    const int col = col0 + lane % kVecs * kVec;
+    const int col = col0 + col_of();
     const u32 from = buffer + lane / kVecs * kPitch + lane % kVecs * 16;
     const bool whole = aligned && col + kVec <= num_cols;
     float4 v[kTurns];
@@ -57,9 +60,8 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
     for (int i = 0; i < kTurns; i++) v[i] = load_shared_4(from + i * kRows * kPitch);
 #pragma unroll
     for (int i = 0; i < kTurns; i++) {
-      const int row = row0 + row_of(i);
-      if (row >= M) break;
-      Out* const p = place(i, row, col);
+      if (row0 + row_of(i) >= M) break;
+      Out* const p = place(i, col);
       if (p == nullptr) continue;
       if (whole) {
         *reinterpret_cast<float4*>(p) = v[i];
@@ -181,10 +183,12 @@ template <typename T, typename Out, int BN, bool SILU> struct RowStore {
         }
         if constexpr (!SILU) add_residual<PIECE>(sum, add);
       }
+      const int col = col0 + PIECE * kPiece;
       const bool aligned = reinterpret_cast<u64>(y) % 16 == 0 && y_stride % Pieces::kVec == 0;
-      pieces.template write<PIECE>(
-          sum, row0, col0 + PIECE * kPiece, aligned,
-          [&](int, int row, int col) { return y + row * y_stride + col; });
+      Out* const first = y + (row0 + Pieces::row_of(0)) * y_stride + col + Pieces::col_of();
+      pieces.template write<PIECE>(sum, row0, col, aligned, [&](int turn, int) {
+        return first + turn * Pieces::kRows * y_stride;
+      });
       store_pieces<PIECE + 1>(sum, next, row0, col0);
     }
   }

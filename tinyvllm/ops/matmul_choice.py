@@ -233,7 +233,8 @@ def _hopper_tile(
         and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
         and not (head_dim and t.cols % head_dim)
     ]
-    if head_dim:
+    if head_dim:  # three consumers have no registers to spare for sines
+        tiles = [t for t in tiles if t.consumers < 3]
         return min(((t, 1) for t in tiles), key=time)
     return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
