@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
     __syncwarp();
   } else {
     if constexpr (kProducers == 128) take_registers<232>();
-    store_rows.pieces.buffer = buffers + warp * kBufferBytes;
+    store_rows.pieces.use(buffers + warp * kBufferBytes);
     const int warpgroup = warp / 4;
     const int first_part = ALTERNATE ? 0 : warpgroup * PARTS;  // of 64 rows of the tile
     const int first_row = first_part * 64 + warp % 4 * 16;
@@ -266,6 +266,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
         if constexpr (ALTERNATE) skip(CONSUMERS - 1);
       }
     }
+    store_rows.pieces.finish();
   }
 
   if constexpr (SPLIT) {
@@ -285,11 +286,13 @@ __global__ void __launch_bounds__(
     128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, SPLIT),
     PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
     matmul_hopper_kernel(const __grid_constant__ TensorMap x_map,
-                         const __grid_constant__ TensorMap weight_map, const T* __restrict__ bias,
+                         const __grid_constant__ TensorMap weight_map,
+                         const __grid_constant__ TensorMap y_map, const T* __restrict__ bias,
                          const T* residual, Out* y, int M, int N, int K, int residual_stride,
-                         int y_stride, int split, int group) {
+                         int y_stride, int split, int group, int by_map) {
+  const TensorMap* const map = sizeof(Out) == 2 && by_map ? &y_map : nullptr;
   const RowStore<T, Out, BN, SILU> store = {
-      bias, residual, y, residual_stride, y_stride, {0, M, SILU ? N / 2 : N}};
+      bias, residual, y, residual_stride, y_stride, map, {M, SILU ? N / 2 : N}};
   multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, SPLIT>(x_map, weight_map, store, M,
                                                                        N, K, split, group);
 }
@@ -302,13 +305,14 @@ __global__ void __launch_bounds__(
     PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
     matmul_rope_kv_write_kernel(
         const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
-        const T* __restrict__ bias, const i32* positions, const i32* token_slots,
-        const i32* block_tables, const float* __restrict__ inv_freq, T* q, T* kv_cache, int M,
-        int N, int K, int q_stride, i64 block_stride, int num_heads, int num_kv_heads,
-        int block_shift, int max_blocks, int group) {
+        const __grid_constant__ TensorMap q_map, const T* __restrict__ bias, const i32* positions,
+        const i32* token_slots, const i32* block_tables, const float* __restrict__ inv_freq, T* q,
+        T* kv_cache, int M, int N, int K, int q_stride, i64 block_stride, int num_heads,
+        int num_kv_heads, int block_shift, int max_blocks, int group) {
   const RopeStore<T, BN, HEAD_DIM> store = {
       bias,     positions,    token_slots, block_tables, inv_freq,    q,          kv_cache,
-      q_stride, block_stride, num_heads,   num_kv_heads, block_shift, max_blocks, {0, M, N}};
+      q_stride, block_stride, num_heads,   num_kv_heads, block_shift, max_blocks, &q_map,
+      {M, N}};
   multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, false>(x_map, weight_map, store, M,
                                                                        N, K, 1, group);
 }

@@ -29,6 +29,7 @@ template <typename T, int BN, int HEAD_DIM> struct RopeStore {
   T* kv_cache;
   i64 q_stride, block_stride;
   int num_heads, num_kv_heads, block_shift, max_blocks;
+  const TensorMap* q_map;
   Pieces pieces;
 
   __device__ __forceinline__ void load(Ahead& ahead, int row0, int weight_row) const {
@@ -51,7 +52,7 @@ template <typename T, int BN, int HEAD_DIM> struct RopeStore {
   }
 
   __device__ __forceinline__ void store(float (&sum)[BN / 2], const Ahead& ahead, int row0,
-                                        int weight_row) const {
+                                        int weight_row) {
     if (bias != nullptr) add_bias<T, BN>(sum, bias, weight_row, pieces.num_cols);
     rotate(sum, ahead.position, num_heads + num_kv_heads - weight_row / HEAD_DIM);
     store_pieces<>(sum, ahead, row0, weight_row);
@@ -86,11 +87,13 @@ template <typename T, int BN, int HEAD_DIM> struct RopeStore {
 
   template <int PIECE = 0>
   __device__ __forceinline__ void store_pieces(const float (&sum)[BN / 2], const Ahead& ahead,
-                                               int row0, int col0) const {
+                                               int row0, int col0) {
     if constexpr (PIECE < Pieces::kPieces) {
       T* const first = q + (row0 + Pieces::row_of(0)) * q_stride;
+      const int first_col = col0 + PIECE * Pieces::kPiece;
+      const TensorMap* const map = first_col < num_heads * HEAD_DIM ? q_map : nullptr;
       pieces.template write<PIECE>(
-          sum, row0, col0 + PIECE * Pieces::kPiece, true, [&](int turn, int col) -> T* {
+          sum, row0, first_col, map, true, [&](int turn, int col) -> T* {
             const int head = col / HEAD_DIM - num_heads;  // of the cache, where V follows K
             if (head < 0) return first + turn * Pieces::kRows * q_stride + col;
             if (ahead.block[turn] < 0 || col >= pieces.num_cols) return nullptr;

@@ -2,9 +2,12 @@
 #pragma once
 
 #include "matmul_tile.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
-// A warp's 16 rows of sums, which are put together in shared memory in pieces of columns, so that
-// whole lines are written. With SILU y has the products of pairs of 8 columns.
+// A warp's 16 rows of sums, which are put together in shared memory in pieces of columns and leave
+// from there: by TMA, or in whole lines where there is no map for it or the rows are not all in y.
+// With SILU y has the products of pairs of 8 columns.
 template <typename Out, int BN, bool SILU> struct RowPieces {
   static constexpr int kOperands = SILU ? 2 : 1;
   static constexpr int kCols = BN / kOperands;  // of y
@@ -15,11 +18,26 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
   static constexpr int kVecs = kPiece / kVec;  // in a row
   static constexpr int kRows = kWarpSize / kVecs;  // that are written at a time
   static constexpr int kTurns = 16 / kRows;
-  static constexpr u32 kPitch = kPiece * sizeof(Out) + 16;  // lanes of a fragment hit all banks
-  static constexpr u32 kBytes = 16 * kPitch;  // of shared memory for each warp
+  static constexpr u32 kPitch = kPiece * sizeof(Out);
+  static constexpr u32 kPieceBytes = 16 * kPitch;
+  static constexpr u32 kBytes = 4096;  // of shared memory for each warp: up to two pieces
+  static constexpr bool kByMap = sizeof(Out) == 2;  // logits have odd numbers of columns
 
-  u32 buffer;
   int M, num_cols;
+  u32 buffer, other;  // for the next piece, and with one that TMA may still read
+
+  // For the kernel to call with the address of this warp's buffer.
+  __device__ __forceinline__ void use(u32 address) {
+    buffer = address;
+    other = address + kPieceBytes;
+  }
+
+  // Where a row has its chunk-th 16 bytes, so that lanes of a fragment hit all banks: as TMA wants it
+  // (driver/spec.py's TensorMap with `swizzle` of kPitch), or padded, which takes less registers.
+  __device__ __forceinline__ u32 place(int row, int chunk) const {
+    if constexpr (!kByMap) return buffer + row * (kPitch + 16) + chunk * 16;
+    return buffer + row * kPitch + (chunk ^ (row * kPitch / 128 % (kPitch / 16))) * 16;
+  }
 
   // The row that this lane writes in a turn, after the warp's first.
   __device__ __forceinline__ static int row_of(int turn) {
@@ -29,13 +47,16 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
   // The first column of those that it writes of a piece.
   __device__ __forceinline__ static int col_of() { return threadIdx.x % kVecs * kVec; }
 
-  // Writes a piece, whose columns begin at col0 of y, to where place(turn, col) says: a multiple of
-  // 16 bytes if `aligned`, or nowhere if it is null.
-  template <int PIECE, typename Place>
-  __device__ __forceinline__ void write(const float (&sum)[BN / 2], int row0, int col0, bool aligned,
-                                        Place place) const {
+  // Writes a piece, whose columns begin at col0 of y: by `map` unless that is null, or to where
+  // at(turn, col) says: a multiple of 16 bytes if `aligned`, or nowhere if it is null.
+  template <int PIECE, typename At>
+  __device__ __forceinline__ void write(const float (&sum)[BN / 2], int row0, int col0,
+                                        const TensorMap* map, bool aligned, At at) {
     const int lane = threadIdx.x % kWarpSize;
-    const u32 mine = buffer + lane / 4 * kPitch + lane % 4 * (2 * sizeof(Out));
+    if constexpr (kByMap) {
+      if (lane == 0) tma_store_wait_read<1>();
+      __syncwarp();
+    }
 #pragma unroll
     for (int j = 0; j < kPiece / 8; j++) {
 #pragma unroll
@@ -43,7 +64,8 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
         const int i = 4 * (PIECE * (kPiece / 8) + j) * kOperands + 2 * half;
         float2 v = {sum[i], sum[i + 1]};
         if constexpr (SILU) v = {silu(v.x) * sum[i + 4], silu(v.y) * sum[i + 5]};
-        const u32 to = mine + 8 * half * kPitch + j * (8 * sizeof(Out));
+        const int row = lane / 4 + 8 * half, byte = (8 * j + lane % 4 * 2) * sizeof(Out);
+        const u32 to = place(row, byte / 16) + byte % 16;
         if constexpr (sizeof(Out) == 4) {
           store_shared(to, v);
         } else {
@@ -51,17 +73,30 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
         }
       }
     }
+    if constexpr (kByMap) {
+      if (map != nullptr && row0 + 16 <= M) {
+        fence_async();
+        __syncwarp();
+        if (lane == 0) {
+          tma_store(*map, row0, col0, buffer);
+          tma_store_commit();
+        }
+        const u32 written = buffer;
+        buffer = other;
+        other = written;
+        return;
+      }
+    }
     __syncwarp();
     const int col = col0 + col_of();
-    const u32 from = buffer + lane / kVecs * kPitch + lane % kVecs * 16;
     const bool whole = aligned && col + kVec <= num_cols;
     float4 v[kTurns];
 #pragma unroll
-    for (int i = 0; i < kTurns; i++) v[i] = load_shared_4(from + i * kRows * kPitch);
+    for (int i = 0; i < kTurns; i++) v[i] = load_shared_4(place(row_of(i), lane % kVecs));
 #pragma unroll
     for (int i = 0; i < kTurns; i++) {
       if (row0 + row_of(i) >= M) break;
-      Out* const p = place(i, col);
+      Out* const p = at(i, col);
       if (p == nullptr) continue;
       if (whole) {
         *reinterpret_cast<float4*>(p) = v[i];
@@ -74,6 +109,11 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
       }
     }
     __syncwarp();
+  }
+
+  // Before the end of the kernel: what TMA reads must stay until then.
+  __device__ __forceinline__ static void finish() {
+    if (threadIdx.x % kWarpSize == 0) tma_store_wait<0>();
   }
 };
 
@@ -111,6 +151,7 @@ template <typename T, typename Out, int BN, bool SILU> struct RowStore {
   const T* residual;
   Out* y;
   i64 residual_stride, y_stride;
+  const TensorMap* y_map;  // null: y cannot be written by TMA
   Pieces pieces;
 
   __device__ __forceinline__ void load(Ahead& ahead, int row0, int weight_row) const {
@@ -118,7 +159,7 @@ template <typename T, typename Out, int BN, bool SILU> struct RowStore {
   }
 
   __device__ __forceinline__ void store(float (&sum)[BN / 2], Ahead& ahead, int row0,
-                                        int weight_row) const {
+                                        int weight_row) {
     if (bias != nullptr) {
       add_bias<T, BN>(sum, bias, weight_row, pieces.num_cols * Pieces::kOperands);
     }
@@ -174,7 +215,7 @@ template <typename T, typename Out, int BN, bool SILU> struct RowStore {
   // Stores the pieces from PIECE on; `add` is the first one's residual, if there is one.
   template <int PIECE = 0>
   __device__ __forceinline__ void store_pieces(float (&sum)[BN / 2], Ahead& add, int row0,
-                                               int col0) const {
+                                               int col0) {
     if constexpr (PIECE < Pieces::kPieces) {
       Ahead next;
       if (!SILU && residual != nullptr) {
@@ -186,7 +227,7 @@ template <typename T, typename Out, int BN, bool SILU> struct RowStore {
       const int col = col0 + PIECE * kPiece;
       const bool aligned = reinterpret_cast<u64>(y) % 16 == 0 && y_stride % Pieces::kVec == 0;
       Out* const first = y + (row0 + Pieces::row_of(0)) * y_stride + col + Pieces::col_of();
-      pieces.template write<PIECE>(sum, row0, col, aligned, [&](int turn, int) {
+      pieces.template write<PIECE>(sum, row0, col, y_map, aligned, [&](int turn, int) {
         return first + turn * Pieces::kRows * y_stride;
       });
       store_pieces<PIECE + 1>(sum, next, row0, col0);

@@ -59,15 +59,15 @@ MATMUL_WIDE = Kernel(
 MATMUL_HOPPER = Kernel(
     "matmul_hopper.cu",
     "matmul_hopper_kernel",
-    "map x_map, map weight_map, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
-    "i32 residual_stride, i32 y_stride, i32 split, i32 group",
+    "map x_map, map weight_map, map y_map, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
+    "i32 residual_stride, i32 y_stride, i32 split, i32 group, i32 by_map",
     arch="sm_90a",
     pdl=True,
 )
 MATMUL_ROPE_KV_WRITE = Kernel(
     "matmul_hopper.cu",
     "matmul_rope_kv_write_kernel",
-    "map x_map, map weight_map, ptr bias, ptr positions, ptr token_slots, ptr block_tables, "
+    "map x_map, map weight_map, map q_map, ptr bias, ptr positions, ptr token_slots, ptr block_tables, "
     "ptr inv_freq, ptr q, ptr kv_cache, i32 M, i32 N, i32 K, i32 q_stride, i64 block_stride, "
     "i32 num_heads, i32 num_kv_heads, i32 block_shift, i32 max_blocks, i32 group",
     arch="sm_90a",
@@ -102,6 +102,7 @@ class Choice(NamedTuple):
     pdl: bool = True
     cluster: int = 1
     boxes: tuple[int, int] = (0, 0)  # rows of x and of weight in a copy by TMA
+    piece: int = 0  # columns of y in one
     group: int = 16  # tiles along M that are worked on before the next column of tiles
 
 
@@ -118,7 +119,7 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
         return Choice(MATMUL_WIDE, tuple(wide), blocks, 128, wide.smem, split, cluster=split)
     if device.kernel_path == "hopper":
         tile, split = _hopper_tile(M, N, K, device, silu)
-        return hopper_choice(tile, split, M, N, device)
+        return hopper_choice(tile, split, M, N, device, silu=silu)
     if _has_clusters(device) and SPLIT_TILES[-1].rows >= M:
         small = next(t for t in SPLIT_TILES if t.rows >= M)
         tiles, split = _tiles(small, M, N), _split(small, M, N, K, device)
@@ -140,7 +141,9 @@ def choose_rope(M: int, N: int, K: int, head_dim: int, device: DeviceInfo) -> Ch
     return choice._replace(kernel=MATMUL_ROPE_KV_WRITE, template=(*tile, head_dim))
 
 
-def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo) -> Choice:
+def hopper_choice(
+    tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo, *, silu: bool = False
+) -> Choice:
     """A launch of matmul_hopper.cu: a block for each tile and part of K, or blocks that stay."""
     assert split <= tile.max_split
     together = tile.cluster * split
@@ -156,6 +159,7 @@ def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceIn
         split,
         cluster=together,
         boxes=(tile.rows, tile.cols // tile.cluster),
+        piece=tile.piece(silu),
     )
 
 

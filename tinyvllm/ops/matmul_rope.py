@@ -9,7 +9,7 @@ from typing import ClassVar
 from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.attention import kv_address
-from tinyvllm.ops.matmul import Matmul, check_depth, matmul_launch
+from tinyvllm.ops.matmul import Matmul, check_depth, matmul_launch, result_map
 from tinyvllm.ops.matmul_choice import ROPE_ROWS, choose_rope
 from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
@@ -50,6 +50,7 @@ class MatmulRopeKvWrite(OpDef):
                 cluster=choice.cluster,
                 x_map=TensorMap(a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K),
                 weight_map=TensorMap(a.weight.ptr, a.act, N, K, K, weight_rows, TILE_K),
+                q_map=result_map(a.q, choice.piece),
                 bias=0 if a.bias is None else a.bias.ptr,
                 positions=a.positions.ptr,
                 token_slots=a.token_slots.ptr,

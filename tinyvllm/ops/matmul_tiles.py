@@ -30,7 +30,7 @@ from tinyvllm.util import ceil_div
 TILE_K = 64  # elements of K in a step, for all kernels here
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 HOPPER_MAX_SPLIT = 6
-HOPPER_WARP_BUFFER = 16 * (128 + 16)  # bytes for 16 rows of at most 128 bytes, padded
+HOPPER_WARP_BUFFER = 2 * 16 * 128  # bytes: two pieces of 16 rows of at most 128 bytes
 
 # Constants of matmul_few_rows.cu: rows of x, columns of y in a block, elements of K in a step.
 FEW_ROWS_MAX = 2
@@ -130,6 +130,11 @@ class HopperTile(NamedTuple):
             return 1
         room = self.stages * (self.rows + self.cols) * TILE_K * 2 // (self.cols * 32)
         return max(min(room - self.rows // 8 + 1, HOPPER_MAX_SPLIT), 1)
+
+    def piece(self, silu: bool) -> int:
+        """Columns of 16-bit results that leave at a time."""
+        cols = self.cols // 2 if silu else self.cols
+        return next(c for c in (64, 32, 16) if cols % c == 0)
 
     @property
     def smem(self) -> int:
