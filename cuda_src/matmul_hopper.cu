@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(
                          const __grid_constant__ TensorMap weight_map,
                          const __grid_constant__ TensorMap y_map, const T* __restrict__ bias,
                          const T* residual, Out* y, int M, int N, int K, int residual_stride,
-                         int y_stride, int split, int group, int by_map) {
+                         int y_stride, int by_map, int split, int group) {
   const TensorMap* const map = sizeof(Out) == 2 && by_map ? &y_map : nullptr;
   const RowStore<T, Out, BN, SILU> store = {
       bias, residual, y, residual_stride, y_stride, map, {M, SILU ? N / 2 : N}};

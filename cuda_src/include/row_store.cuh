@@ -64,12 +64,12 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
         const int i = 4 * (PIECE * (kPiece / 8) + j) * kOperands + 2 * half;
         float2 v = {sum[i], sum[i + 1]};
         if constexpr (SILU) v = {silu(v.x) * sum[i + 4], silu(v.y) * sum[i + 5]};
-        const int row = lane / 4 + 8 * half, byte = (8 * j + lane % 4 * 2) * sizeof(Out);
-        const u32 to = place(row, byte / 16) + byte % 16;
+        const int row = lane / 4 + 8 * half;
+        const u32 pair = lane % 4 * (2 * sizeof(Out));
         if constexpr (sizeof(Out) == 4) {
-          store_shared(to, v);
+          store_shared(place(row, 2 * j) + pair, v);
         } else {
-          store_shared(to, pack2<Out>(v.x, v.y));
+          store_shared(place(row, j) + pair, pack2<Out>(v.x, v.y));
         }
       }
     }

@@ -36,6 +36,9 @@ from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS,
     FEW_ROWS_COLS,
     FEW_ROWS_MAX,
+    HOPPER_LARGE,
+    HOPPER_LARGE_ROPE,
+    HOPPER_LARGE_ROWS,
     HOPPER_US,
     SPLIT_TILES,
     TILE_K,
@@ -60,7 +63,7 @@ MATMUL_HOPPER = Kernel(
     "matmul_hopper.cu",
     "matmul_hopper_kernel",
     "map x_map, map weight_map, map y_map, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
-    "i32 residual_stride, i32 y_stride, i32 split, i32 group, i32 by_map",
+    "i32 residual_stride, i32 y_stride, i32 by_map, i32 split, i32 group",
     arch="sm_90a",
     pdl=True,
 )
@@ -218,6 +221,9 @@ def _hopper_tile(
     serves all SMs. Before a tile's products data is on its way and after them sums are stored;
     consumers that alternate do that while the others multiply.
     """
+    large = HOPPER_LARGE_ROPE.get(head_dim, HOPPER_LARGE)
+    if M >= HOPPER_LARGE_ROWS and N % large.cols == 0:
+        return large, 1
 
     def time(of: tuple[HopperTile, int]) -> float:
         tile, split = of

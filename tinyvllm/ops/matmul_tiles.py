@@ -169,7 +169,13 @@ HOPPER_US = {
     HopperTile(1, 2, 64, 8): (7.0, 7.7),
     HopperTile(1, 2, 128, 6): (10.3, 12.0),
     HopperTile(1, 3, 128, 4): (18.6, 19.6),
-    HopperTile(1, 2, 192, 5): (18.6, 19.5),
+    HopperTile(1, 2, 192, 4): (18.6, 19.5),
     HopperTile(1, 2, 256, 4): (24.4, 25.5),
     HopperTile(2, 2, 128, 6, alternate=True): (12.1, 12.5),
 }
+# Products of this many rows last so long that the card lowers its clock for want of power. The tile
+# that moves least for its multiplications then wins, whatever it takes on a cool card.
+HOPPER_LARGE_ROWS = 4096
+HOPPER_LARGE = HopperTile(1, 2, 256, 4, cluster=2)
+HOPPER_LARGE_ROPE = {64: HopperTile(1, 2, 192, 4), 128: HopperTile(1, 2, 256, 4)}  # by head_dim
+HOPPER_TILES = (*HOPPER_US, HOPPER_LARGE)
