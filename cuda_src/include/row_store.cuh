@@ -32,11 +32,12 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
     other = address + kPieceBytes;
   }
 
-  // Where a row has its chunk-th 16 bytes, so that lanes of a fragment hit all banks: as TMA wants it
-  // (driver/spec.py's TensorMap with `swizzle` of kPitch), or padded, which takes less registers.
-  __device__ __forceinline__ u32 place(int row, int chunk) const {
-    if constexpr (!kByMap) return buffer + row * (kPitch + 16) + chunk * 16;
-    return buffer + row * kPitch + (chunk ^ (row * kPitch / 128 % (kPitch / 16))) * 16;
+  // Where a row has a byte of its chunk-th 16, so that lanes of a fragment hit all banks: as TMA wants
+  // it (driver/spec.py's TensorMap with `swizzle` of kPitch), or padded, which takes less registers.
+  __device__ __forceinline__ u32 place(u32 row, u32 chunk, u32 byte = 0) const {
+    if constexpr (!kByMap) return buffer + row * (kPitch + 16) + chunk * 16 + byte;
+    const u32 key = row * kPitch / 128 % (kPitch / 16);
+    return (buffer + row * kPitch + key * 16 + byte) ^ (chunk * 16);
   }
 
   // The row that this lane writes in a turn, after the warp's first.
@@ -67,9 +68,9 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
         const int row = lane / 4 + 8 * half;
         const u32 pair = lane % 4 * (2 * sizeof(Out));
         if constexpr (sizeof(Out) == 4) {
-          store_shared(place(row, 2 * j) + pair, v);
+          store_shared(place(row, 2 * j, pair), v);
         } else {
-          store_shared(place(row, j) + pair, pack2<Out>(v.x, v.y));
+          store_shared(place(row, j, pair), pack2<Out>(v.x, v.y));
         }
       }
     }
