@@ -70,7 +70,7 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
 
 
 def result_map(y: DeviceArray, piece: int) -> TensorMap:
-    """By which matmul_hopper.cu writes 16 rows of `piece` columns of a matrix of 16-bit elements."""
+    """By which matmul_hopper.cu writes 16 rows of `piece` columns of 16-bit results at a time."""
     cols = prod(y.shape[1:])
     return TensorMap(y.ptr, y.dtype, y.max_rows, cols, y.row_stride, 16, piece, swizzle=2 * piece)
 
