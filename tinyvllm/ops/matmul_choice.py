@@ -71,8 +71,8 @@ MATMUL_ROPE_KV_WRITE = Kernel(
     "matmul_hopper.cu",
     "matmul_rope_kv_write_kernel",
     "map x_map, map weight_map, map q_map, ptr bias, ptr positions, ptr token_slots, "
-    "ptr block_tables, ptr inv_freq, ptr q, ptr kv_cache, i32 M, i32 N, i32 K, i32 q_stride, i64 block_stride, "
-    "i32 num_heads, i32 num_kv_heads, i32 block_shift, i32 max_blocks, i32 group",
+    "ptr block_tables, ptr inv_freq, ptr q, ptr kv_cache, i32 M, i32 N, i32 K, i32 q_stride, "
+    "i64 block_stride, i32 num_heads, i32 num_kv_heads, i32 block_shift, i32 max_blocks, i32 group",
     arch="sm_90a",
     pdl=True,
 )
