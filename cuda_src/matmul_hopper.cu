@@ -15,7 +15,7 @@
 // share out K of the same tile, and add up the sums at the end.
 //
 // Bound: up to some 150 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
-#include "matmul_tile.cuh"
+#include "rope_store.cuh"
 #include "split_sum.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -60,167 +60,18 @@ struct Tiles {
   }
 };
 
-// How a warp stores its 16 rows of a tile: in pieces of columns that are put together in shared
-// memory, so that whole lines are written.
-template <typename T, typename Out, int BN, bool SILU> struct RowStore {
-  static constexpr int kOperands = SILU ? 2 : 1;
-  static constexpr int kCols = BN / kOperands;  // of y
-  static constexpr int kMaxPiece = 128 / sizeof(Out);
-  static constexpr int kPiece = kCols % kMaxPiece == 0 ? kMaxPiece : kCols % 32 == 0 ? 32 : 16;
-  static constexpr int kPieces = kCols / kPiece;
-  static constexpr int kVec = 16 / sizeof(Out);
-  static constexpr u32 kPitch = kPiece * sizeof(Out) + 16;  // lanes of a fragment hit all banks
-  static constexpr u32 kBytes = 16 * kPitch;  // of shared memory for each warp
-  using Residual = u32[kPiece / 8][2];
-
-  const T* bias;
-  const T* residual;
-  Out* y;
-  int M, num_cols;
-  i64 residual_stride, y_stride;
-  u32 buffer;
-
-  // Adds the bias to the sums of 16 rows. The first is for weight row `weight_row`.
-  __device__ __forceinline__ void add_bias(float (&sum)[BN / 2], int weight_row) const {
-    const int num_rows = num_cols * kOperands;
-    const int first = weight_row + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < BN / 8; j++) {
-      const int row = first + 8 * j;
-      if (row < num_rows) {
-        const bool both = row + 1 < num_rows;
-        const float2 b = load2(bias + row, both, both);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          sum[4 * j + 2 * half] += b.x;
-          sum[4 * j + 2 * half + 1] += b.y;
-        }
-      }
-    }
-  }
-
-  // The residual's elements that belong to this lane's sums of a piece.
-  __device__ __forceinline__ void load(Residual& add, int row0, int col0) const {
-    const int row = row0 + threadIdx.x % kWarpSize / 4;
-    const int col = col0 + threadIdx.x % 4 * 2;
-    const T* const p = residual + row * residual_stride + col;
-    if (residual_stride % 2 == 0 && row0 + 16 <= M && col0 + kPiece <= num_cols) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int j = 0; j < kPiece / 8; j++) {
-          add[j][half] = *reinterpret_cast<const u32*>(p + 8 * half * residual_stride + 8 * j);
-        }
-      }
-      return;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-#pragma unroll
-      for (int j = 0; j < kPiece / 8; j++) {
-        add[j][half] = 0;
-        if (row + 8 * half < M && col + 8 * j < num_cols) {
-          const T* const from = p + 8 * half * residual_stride + 8 * j;
-          const float2 v = load2(from, col + 8 * j + 1 < num_cols, false);
-          add[j][half] = pack2<T>(v.x, v.y);
-        }
-      }
-    }
-  }
-
-  template <int PIECE>
-  __device__ __forceinline__ void add_residual(float (&sum)[BN / 2], const Residual& add) const {
-#pragma unroll
-    for (int j = 0; j < kPiece / 8; j++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int i = 4 * (PIECE * (kPiece / 8) + j) + 2 * half;
-        const float2 r = unpack2<T>(add[j][half]);
-        sum[i] += r.x;
-        sum[i + 1] += r.y;
-      }
-    }
-  }
-
-  template <int PIECE>
-  __device__ __forceinline__ void store(const float (&sum)[BN / 2], int row0, int col0) const {
-    const int lane = threadIdx.x % kWarpSize;
-    const u32 mine = buffer + lane / 4 * kPitch + lane % 4 * (2 * sizeof(Out));
-#pragma unroll
-    for (int j = 0; j < kPiece / 8; j++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int i = 4 * (PIECE * (kPiece / 8) + j) * kOperands + 2 * half;
-        float2 v = {sum[i], sum[i + 1]};
-        if constexpr (SILU) v = {silu(v.x) * sum[i + 4], silu(v.y) * sum[i + 5]};
-        const u32 to = mine + 8 * half * kPitch + j * (8 * sizeof(Out));
-        if constexpr (sizeof(Out) == 4) {
-          store_shared(to, v);
-        } else {
-          store_shared(to, pack2<Out>(v.x, v.y));
-        }
-      }
-    }
-    __syncwarp();
-    constexpr int kVecs = kPiece / kVec;  // in a row
-    constexpr int kRows = kWarpSize / kVecs;  // at a time
-    const int row = lane / kVecs;
-    const int col = col0 + lane % kVecs * kVec;
-    const u32 from = buffer + row * kPitch + lane % kVecs * 16;
-    Out* const to = y + (row0 + row) * y_stride + col;
-    const bool whole = reinterpret_cast<u64>(y) % 16 == 0 && y_stride % kVec == 0 &&
-                       col + kVec <= num_cols;
-    float4 v[16 / kRows];
-#pragma unroll
-    for (int i = 0; i < 16 / kRows; i++) v[i] = load_shared_4(from + i * kRows * kPitch);
-#pragma unroll
-    for (int i = 0; i < 16 / kRows; i++) {
-      if (row0 + row + i * kRows >= M) break;
-      Out* const p = to + i * kRows * y_stride;
-      if (whole) {
-        *reinterpret_cast<float4*>(p) = v[i];
-      } else {
-        const Vec<Out, kVec> out = *reinterpret_cast<const Vec<Out, kVec>*>(&v[i]);
-#pragma unroll
-        for (int e = 0; e < kVec; e++) {
-          if (col + e < num_cols) p[e] = out.v[e];
-        }
-      }
-    }
-    __syncwarp();
-  }
-
-  // Stores the pieces from PIECE on of 16 rows; `add` is the first one's residual, if there is one.
-  template <int PIECE = 0>
-  __device__ __forceinline__ void store_all(float (&sum)[BN / 2], Residual& add, int row0,
-                                            int col0) const {
-    if constexpr (PIECE < kPieces) {
-      Residual next;
-      if (!SILU && residual != nullptr) {
-        if constexpr (PIECE + 1 < kPieces) load(next, row0, col0 + (PIECE + 1) * kPiece);
-        if constexpr (!SILU) add_residual<PIECE>(sum, add);
-      }
-      store<PIECE>(sum, row0, col0 + PIECE * kPiece);
-      store_all<PIECE + 1>(sum, next, row0, col0);
-    }
-  }
-};
-
 // With about 100 sums in each of their threads two consumers need more registers than there are for
 // all; the producer then is a whole warpgroup, as only such can hand over its share.
 __host__ __device__ constexpr int producer_threads(int consumers, int sums, bool split) {
   return consumers == 2 && sums >= 96 && !split ? 128 : 32;
 }
 
-template <typename T, typename Out, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER,
-          bool ALTERNATE, bool SPLIT, bool SILU>
-__global__ void __launch_bounds__(
-    128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, SPLIT),
-    PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
-    matmul_hopper_kernel(const __grid_constant__ TensorMap x_map,
-                         const __grid_constant__ TensorMap weight_map, const T* __restrict__ bias,
-                         const T* residual, Out* y, int M, int N, int K, int residual_stride,
-                         int y_stride, int split, int group) {
+// `store_rows` is RowStore or what stands in its place, but for the address of its buffer.
+template <typename T, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER, bool ALTERNATE,
+          bool SPLIT, typename Store>
+__device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap& weight_map,
+                                         Store store_rows, int M, int N, int K, int split,
+                                         int group) {
   start_next();
   constexpr int kTakers = ALTERNATE ? CONSUMERS : 1;  // in turn, of a block's tiles
   constexpr int kBM = 64 * PARTS * CONSUMERS / kTakers;
@@ -229,13 +80,13 @@ __global__ void __launch_bounds__(
   constexpr u32 kWeightBytes = BN * kTileK * sizeof(T);
   constexpr u32 kXBytes = kBM * kTileK * sizeof(T);
   constexpr u32 kStageBytes = kWeightBytes + kXBytes;
-  using Rows = RowStore<T, Out, BN, SILU>;
+  constexpr u32 kBufferBytes = Store::Pieces::kBytes;  // of a warp
   static_assert(!SPLIT || (!ALTERNATE && CLUSTER == 1));
 
   extern __shared__ __align__(1024) u8 shared[];  // stages: weight tile, x tile; then the rest
   const u32 stages = smem_address(shared);
   const u32 buffers = stages + STAGES * kStageBytes;
-  const u32 full = buffers + 4 * CONSUMERS * Rows::kBytes;
+  const u32 full = buffers + 4 * CONSUMERS * kBufferBytes;
   const u32 empty = full + 8 * STAGES;
   const u32 turn = empty + 8 * STAGES;
   const u32 summed = turn + 8 * CONSUMERS;
@@ -260,7 +111,7 @@ __global__ void __launch_bounds__(
   };
   // Weights that no other tile reads leave L2 first; beside float32 results (logits) that is slower.
   // Other loads have no hint at all: to ask for the normal policy makes them slower, too.
-  const bool once = tiles_m == 1 && sizeof(Out) == 2;
+  const bool once = tiles_m == 1 && sizeof(typename Store::Output) == 2;
   const u64 first_out = evict_first_policy();
   const auto load_weight = [&](int s) {
     const u32 dst = stages + s * kStageBytes;
@@ -336,8 +187,7 @@ __global__ void __launch_bounds__(
     __syncwarp();
   } else {
     if constexpr (kProducers == 128) take_registers<232>();
-    const Rows rows = {bias, residual, y, M, N / Rows::kOperands, residual_stride, y_stride,
-                       buffers + warp * Rows::kBytes};
+    store_rows.pieces.use(buffers + warp * kBufferBytes);
     const int warpgroup = warp / 4;
     const int first_part = ALTERNATE ? 0 : warpgroup * PARTS;  // of 64 rows of the tile
     const int first_row = first_part * 64 + warp % 4 * 16;
@@ -404,20 +254,19 @@ __global__ void __launch_bounds__(
         for (int part = 0; part < PARTS; part++) split_sum.send(sum[part], first_row + part * 64);
       } else {
         const int row0 = row_of(step) + first_row;
-        const int col0 = step.n * (BN / Rows::kOperands);
-        typename Rows::Residual add;
-        if (!SILU && residual != nullptr) rows.load(add, row0, col0);
+        typename Store::Ahead ahead;
+        store_rows.load(ahead, row0, step.n * BN);
         wgmma_wait<0>();
         release(before);
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
-          if (!SILU && part > 0 && residual != nullptr) rows.load(add, row0 + part * 64, col0);
-          if (bias != nullptr) rows.add_bias(sum[part], step.n * BN);
-          rows.template store_all<>(sum[part], add, row0 + part * 64, col0);
+          if (part > 0) store_rows.load(ahead, row0 + part * 64, step.n * BN);
+          store_rows.store(sum[part], ahead, row0 + part * 64, step.n * BN);
         }
         if constexpr (ALTERNATE) skip(CONSUMERS - 1);
       }
     }
+    store_rows.pieces.finish();
   }
 
   if constexpr (SPLIT) {
@@ -425,7 +274,45 @@ __global__ void __launch_bounds__(
       cluster_arrive();
       cluster_wait();
     }
-    split_sum.template store<T, Out, kThreads, SILU>(bias, residual, y, row_of(start),
-                                                     start.n * BN, N, residual_stride, y_stride);
+    split_sum.template store<T, typename Store::Output, kThreads, Store::kSilu>(
+        store_rows.bias, store_rows.residual, store_rows.y, row_of(start), start.n * BN, N,
+        store_rows.residual_stride, store_rows.y_stride);
   }
+}
+
+template <typename T, typename Out, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER,
+          bool ALTERNATE, bool SPLIT, bool SILU>
+__global__ void __launch_bounds__(
+    128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, SPLIT),
+    PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
+    matmul_hopper_kernel(const __grid_constant__ TensorMap x_map,
+                         const __grid_constant__ TensorMap weight_map,
+                         const __grid_constant__ TensorMap y_map, const T* __restrict__ bias,
+                         const T* residual, Out* y, int M, int N, int K, int residual_stride,
+                         int y_stride, int by_map, int split, int group) {
+  const TensorMap* const map = sizeof(Out) == 2 && by_map ? &y_map : nullptr;
+  const RowStore<T, Out, BN, SILU> store = {
+      bias, residual, y, residual_stride, y_stride, map, {M, SILU ? N / 2 : N}};
+  multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, SPLIT>(x_map, weight_map, store, M,
+                                                                       N, K, split, group);
+}
+
+// The product whose results are heads of q, k and v: see rope_store.cuh.
+template <typename T, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER, bool ALTERNATE,
+          int HEAD_DIM>
+__global__ void __launch_bounds__(
+    128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, false),
+    PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
+    matmul_rope_kv_write_kernel(
+        const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map,
+        const __grid_constant__ TensorMap q_map, const T* __restrict__ bias, const i32* positions,
+        const i32* token_slots, const i32* block_tables, const float* __restrict__ inv_freq, T* q,
+        T* kv_cache, int M, int N, int K, int q_stride, i64 block_stride, int num_heads,
+        int num_kv_heads, int block_shift, int max_blocks, int group) {
+  const RopeStore<T, BN, HEAD_DIM> store = {
+      bias,     positions,    token_slots, block_tables, inv_freq,    q,          kv_cache,
+      q_stride, block_stride, num_heads,   num_kv_heads, block_shift, max_blocks, &q_map,
+      {M, N}};
+  multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, false>(x_map, weight_map, store, M,
+                                                                       N, K, 1, group);
 }

@@ -119,16 +119,32 @@ def test_headers_are_all_included_by_something():
 CONSTANTS = {"weight", "bias", "norm_weight", "ahead", "inv_freq"}
 
 
+SHARED = re.compile(r"__device__ __forceinline__ void (\w+)\((?P<params>[^()]*)\) \{")
+
+
 def source_of(kernel):
-    """(parameters, body) of a kernel's definition, as text."""
+    """(parameters, body) of a kernel's definition, as text, with what it shares with others."""
     text = strip_comments((SOURCES / kernel.file).read_text())
     match = next(m for m in PATTERN.finditer(text) if m["name"] == kernel.entry)
-    start = text.index("{", match.end())
+    params, body = match["params"], body_after(text, match.end())
+    for shared in SHARED.finditer(text):
+        call = re.search(rf"\b{shared[1]}(<[^;{{}}]*>)?\(", body)
+        inner = body_after(text, shared.end() - 1)
+        if call and "wait_for_previous();" in inner:
+            # What is handed over by value may hold pointers.
+            handed = re.findall(r"\b[A-Z]\w+ (\w+),", shared["params"])
+            return params + "".join(f", void *{name}" for name in handed), inner
+    return params, body
+
+
+def body_after(text, start):
+    """From the next brace to the one that closes it."""
+    start = text.index("{", start)
     depth, end = 1, start + 1
     while depth:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         end += 1
-    return match["params"], text[start:end]
+    return text[start:end]
 
 
 LAMBDA = re.compile(r"const auto (\w+) = \[&\]\([^)]*\) \{(.*?)\};", re.S)

@@ -29,11 +29,20 @@ template <typename T> struct PagedKv {
     return table[position >> block_shift];
   }
 
-  // The key [head_dim] of a token position in this block; its value is v_offset elements further.
-  __device__ __forceinline__ T* key(int block, int position) const {
+  // Where the key [head_dim] of a token position in this block is, from `base`.
+  __device__ __forceinline__ i64 offset(int block, int position) const {
     const int place = position & ((1 << block_shift) - 1);
-    return base + block * block_stride + place * head_dim;
+    return block * block_stride + place * head_dim;
   }
 
-  __device__ __forceinline__ T* key(int position) const { return key(block(position), position); }
+  __device__ __forceinline__ i64 offset(int position) const {
+    return offset(block(position), position);
+  }
+
+  // The key itself; its value is v_offset elements further.
+  __device__ __forceinline__ T* key(int block, int position) const {
+    return base + offset(block, position);
+  }
+
+  __device__ __forceinline__ T* key(int position) const { return base + offset(position); }
 };

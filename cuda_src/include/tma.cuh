@@ -148,3 +148,8 @@ __device__ __forceinline__ void tma_store_commit() {
 template <int Pending> __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
 }
+
+// Waits until at most `Pending` of them have not yet read shared memory.
+template <int Pending> __device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}

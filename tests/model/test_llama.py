@@ -137,8 +137,7 @@ def test_llama_layers_become_the_fused_ops(bias, sampler):
     head += ["reset_counts", "count_tokens"] * adjusts
     layer = [
         "rms_norm",
-        "matmul",
-        "rope_kv_write",
+        "matmul_rope_kv_write",
         "attention",
         "matmul_add",
         "rms_norm",

@@ -20,7 +20,7 @@ from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS_COLS,
     FEW_ROWS_MAX,
     FEW_ROWS_STEP,
-    HOPPER_US,
+    HOPPER_TILES,
     SPLIT_TILES,
     TILES,
     WIDE_TILES,
@@ -122,11 +122,11 @@ def test_choices_for_few_rows_on_hopper_are_those_that_were_measured_to_win(M, N
         (1024, 2048, 2048, (128, 128), 1),
         (1024, 16384, 2048, (128, 128), 1),
         (1024, 2048, 8192, (128, 128), 1),
-        (8192, 3072, 2048, (128, 128), 1),
-        (8192, 2048, 2048, (128, 128), 1),
-        (8192, 16384, 2048, (128, 128), 1),
-        (8192, 2048, 8192, (128, 256), 1),
-        (8192, 8192, 8192, (128, 256), 1),
+        (8192, 3072, 2048, (2 * 128, 256), 1),
+        (8192, 2048, 2048, (2 * 128, 256), 1),
+        (8192, 16384, 2048, (2 * 128, 256), 1),
+        (8192, 2048, 8192, (2 * 128, 256), 1),
+        (8192, 576, 2048, (128, 128), 1),
     ],
 )
 def test_choices_on_hopper_are_those_that_were_measured_to_win(M, N, K, tile, split):
@@ -191,7 +191,7 @@ def test_wide_tiles_fit_shared_memory_twice(tile):
     assert tile.rows * (tile.cols + 4) * 4 <= tile.smem
 
 
-@pytest.mark.parametrize("tile", HOPPER_US)
+@pytest.mark.parametrize("tile", HOPPER_TILES)
 def test_hopper_tiles_fit_shared_memory(tile):
     assert tile.smem <= 227 << 10
     for split in range(2, tile.max_split + 1):  # each rank's rows of all sums go through the stages
@@ -200,7 +200,7 @@ def test_hopper_tiles_fit_shared_memory(tile):
 
 
 def test_tiles_of_a_cluster_copy_whole_swizzle_atoms_of_the_weights_they_share():
-    for tile in HOPPER_US:
+    for tile in HOPPER_TILES:
         assert tile.cols % (8 * tile.cluster) == 0
 
 
@@ -230,5 +230,5 @@ def test_constants_agree_with_the_kernels():
     for one in FEW_ROWS:
         assert one.blocks_per_sm == int(constant(few, "kRingsPerSm")) // (one.warps * one.ring)
     assert int(constant("include/matmul_tile.cuh", "kTileK")) == matmul_tiles.TILE_K
-    most = max(t.max_split for t in (*TILES, *WIDE_TILES, *HOPPER_US))
+    most = max(t.max_split for t in (*TILES, *WIDE_TILES, *HOPPER_TILES))
     assert int(constant("include/cluster.cuh", "kMaxCluster")) >= most

@@ -58,16 +58,19 @@ def kv_write_program(kv_heads, head_dim, block_size):
     return p
 
 
-def layer_program(heads, kv_heads, head_dim, block_size, hidden):
-    """Projections, rope and KV write as a decoder layer has them: lowering fuses the last three."""
+def layer_program(heads, kv_heads, head_dim, block_size, hidden, bias=False):
+    """Projections, rope and KV write as a decoder layer has them: lowering fuses them."""
     p = Program("test")
     x = p.buffer("x", ("T", hidden), kind=INPUT)
     p.buffer("positions", ("T",), DType.I32, INPUT)
     freq = p.constant("inv_freq", inv_freq(head_dim))
-    q, k, v = (
-        p.emit("matmul", n, x=x, weight=p.weight(f"{n}.w", count * head_dim, hidden))
-        for n, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-    )
+
+    def linear(name, heads):
+        weight = p.weight(f"{name}.w", heads * head_dim, hidden)
+        b = p.weight(f"{name}.b", heads * head_dim) if bias else None
+        return p.emit("matmul", name, x=x, weight=weight, bias=b)
+
+    q, k, v = linear("q", heads), linear("k", kv_heads), linear("v", kv_heads)
     p.emit(
         "rope",
         "q_roped",
@@ -208,7 +211,7 @@ def test_fused_kernel(device, heads, kv_heads, head_dim, block_size, act):
     dims, arrays, _ = problem(kv_heads, head_dim, block_size)
     with_padding(arrays)
     program = layer_program(heads, kv_heads, head_dim, block_size, 64)
-    lowered = lower(program, "decode")
+    lowered = lower(program, "decode")  # without attention, it stays as it is
     assert "rope_kv_write" in [op.kind for op in lowered.ops]
     rng = np.random.default_rng(1)
     arrays["x"] = act.round(rng.standard_normal((dims["T"], 64), np.float32))

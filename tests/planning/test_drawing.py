@@ -68,4 +68,4 @@ def test_labels_stay_inside_and_nothing_comes_from_outside(prefill):
     assert "prefers-color-scheme:dark" in text
     assert not re.search(r"href|url\(|@import|<image|<script", text)
     assert re.findall(r'https?://[^"]*', text) == ["http://www.w3.org/2000/svg"]
-    assert "layer0.input_" in text and "8 matmul_add" in text
+    assert "layer0.input_" in text and "7 matmul_add" in text

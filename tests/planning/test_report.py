@@ -59,7 +59,7 @@ def test_the_feed_forward_part_takes_over_the_norms_memory(large):
     line = next(
         line for line in buffers_text(prefill).splitlines() if "layer0.input_layernorm" in line
     )
-    assert line.endswith("q, silu_mul")
+    assert line.endswith("attention, silu_mul")
 
 
 def test_tokens_and_sequences_that_fit(large):

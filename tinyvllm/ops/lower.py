@@ -118,6 +118,21 @@ def fuse_rope_attention(
     return 2, fused
 
 
+def fuse_qkv(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
+    """RoPE and KV write in the product that makes q, k and v."""
+    if [op.kind for op in ops[i : i + 2]] != ["matmul", "rope_kv_write"]:
+        return None
+    matmul, write = ops[i : i + 2]
+    qkv = matmul.operands["y"]
+    if write.operands["qkv"] != qkv or readers[qkv] != 1:
+        return None
+    operands = {**matmul.operands, **write.operands}
+    del operands["y"], operands["qkv"]
+    local = (*(b for b in p.buffers.values() if b.parent == qkv), *write.local)
+    parts = (*matmul.parts, *write.parts)
+    return 2, Op("matmul_rope_kv_write", operands, write.attrs, parts, local)
+
+
 def fuse_silu_mul(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Gate and up products with the SiLU product in the epilogue, weight rows interleaved."""
     if [op.kind for op in ops[i : i + 3]] != ["matmul", "matmul", "silu_mul"]:
@@ -184,7 +199,7 @@ def name_ahead(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int
 COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write, fuse_matmul_add]
 RULES: dict[str, list[Rule]] = {
     "primitive": [],
-    "prefill": COMMON,
+    "prefill": [*COMMON, fuse_qkv],
     "decode": [*COMMON, fuse_rope_attention, fuse_norm, name_ahead],
 }
 

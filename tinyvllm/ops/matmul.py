@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
+from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, MATMUL_HOPPER, Choice, choose
 from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
@@ -44,6 +45,9 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
         x_rows, weight_rows = choice.boxes
         args["x_map"] = TensorMap(a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K)
         args["weight_map"] = TensorMap(a.weight.ptr, a.act, N, K, K, weight_rows, TILE_K)
+        by_map = a.y.dtype is a.act and a.y.ptr % 16 == 0 and a.y.row_stride % 8 == 0
+        args["y_map"] = result_map(a.y, choice.piece) if by_map else args["x_map"]
+        args["by_map"] = int(by_map)
         args["group"] = choice.group
     else:
         args |= {"x": a.x.ptr, "weight": a.weight.ptr, "x_stride": a.x.row_stride}
@@ -63,6 +67,12 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
         pdl=choice.pdl,
         **args,
     )
+
+
+def result_map(y: DeviceArray, piece: int) -> TensorMap:
+    """By which matmul_hopper.cu writes 16 rows of `piece` columns of 16-bit results at a time."""
+    cols = prod(y.shape[1:])
+    return TensorMap(y.ptr, y.dtype, y.max_rows, cols, y.row_stride, 16, piece, swizzle=2 * piece)
 
 
 def matmul_cost(a: Operands) -> Cost:

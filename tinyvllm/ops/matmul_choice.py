@@ -36,6 +36,9 @@ from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS,
     FEW_ROWS_COLS,
     FEW_ROWS_MAX,
+    HOPPER_LARGE,
+    HOPPER_LARGE_ROPE,
+    HOPPER_LARGE_ROWS,
     HOPPER_US,
     SPLIT_TILES,
     TILE_K,
@@ -59,8 +62,17 @@ MATMUL_WIDE = Kernel(
 MATMUL_HOPPER = Kernel(
     "matmul_hopper.cu",
     "matmul_hopper_kernel",
-    "map x_map, map weight_map, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
-    "i32 residual_stride, i32 y_stride, i32 split, i32 group",
+    "map x_map, map weight_map, map y_map, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
+    "i32 residual_stride, i32 y_stride, i32 by_map, i32 split, i32 group",
+    arch="sm_90a",
+    pdl=True,
+)
+MATMUL_ROPE_KV_WRITE = Kernel(
+    "matmul_hopper.cu",
+    "matmul_rope_kv_write_kernel",
+    "map x_map, map weight_map, map q_map, ptr bias, ptr positions, ptr token_slots, "
+    "ptr block_tables, ptr inv_freq, ptr q, ptr kv_cache, i32 M, i32 N, i32 K, i32 q_stride, "
+    "i64 block_stride, i32 num_heads, i32 num_kv_heads, i32 block_shift, i32 max_blocks, i32 group",
     arch="sm_90a",
     pdl=True,
 )
@@ -77,6 +89,7 @@ MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
 HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
 HOPPER_CLUSTERED = 256
 HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
+ROPE_ROWS = {64: 33, 128: 65}  # by head_dim: rows from which on tiles have whole heads
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
 
@@ -92,6 +105,7 @@ class Choice(NamedTuple):
     pdl: bool = True
     cluster: int = 1
     boxes: tuple[int, int] = (0, 0)  # rows of x and of weight in a copy by TMA
+    piece: int = 0  # columns of y in one
     group: int = 16  # tiles along M that are worked on before the next column of tiles
 
 
@@ -108,7 +122,7 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
         return Choice(MATMUL_WIDE, tuple(wide), blocks, 128, wide.smem, split, cluster=split)
     if device.kernel_path == "hopper":
         tile, split = _hopper_tile(M, N, K, device, silu)
-        return hopper_choice(tile, split, M, N, device)
+        return hopper_choice(tile, split, M, N, device, silu=silu)
     if _has_clusters(device) and SPLIT_TILES[-1].rows >= M:
         small = next(t for t in SPLIT_TILES if t.rows >= M)
         tiles, split = _tiles(small, M, N), _split(small, M, N, K, device)
@@ -118,7 +132,21 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
     return _large_tiles(M, N, device)
 
 
-def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo) -> Choice:
+def choose_rope(M: int, N: int, K: int, head_dim: int, device: DeviceInfo) -> Choice | None:
+    """The kernel that makes heads of q, k and v and also rotates and writes them, if there is one.
+
+    It is matmul_hopper.cu with a tile that has whole heads, for as many rows as are its own.
+    """
+    if device.kernel_path != "hopper" or head_dim not in ROPE_ROWS or ROPE_ROWS[head_dim] > M:
+        return None
+    tile, _ = _hopper_tile(M, N, K, device, silu=False, head_dim=head_dim)
+    choice = hopper_choice(tile, 1, M, N, device)
+    return choice._replace(kernel=MATMUL_ROPE_KV_WRITE, template=(*tile, head_dim))
+
+
+def hopper_choice(
+    tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo, *, silu: bool = False
+) -> Choice:
     """A launch of matmul_hopper.cu: a block for each tile and part of K, or blocks that stay."""
     assert split <= tile.max_split
     together = tile.cluster * split
@@ -134,6 +162,7 @@ def hopper_choice(tile: HopperTile, split: int, M: int, N: int, device: DeviceIn
         split,
         cluster=together,
         boxes=(tile.rows, tile.cols // tile.cluster),
+        piece=tile.piece(silu),
     )
 
 
@@ -182,13 +211,19 @@ def _hopper_splits(tile: HopperTile, M: int, N: int, K: int, device: DeviceInfo)
 
 
 @lru_cache(4096)
-def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tuple[HopperTile, int]:
-    """The tile and split of K with the least estimated time.
+def _hopper_tile(
+    M: int, N: int, K: int, device: DeviceInfo, silu: bool, head_dim: int = 0
+) -> tuple[HopperTile, int]:
+    """The tile and split of K with the least estimated time; with `head_dim`, those whose sums of a
+    head are all in one thread block.
 
     A block's products follow each other, and wait for data: by its own pipeline, or by L2, which
     serves all SMs. Before a tile's products data is on its way and after them sums are stored;
     consumers that alternate do that while the others multiply.
     """
+    large = HOPPER_LARGE_ROPE.get(head_dim, HOPPER_LARGE)
+    if M >= HOPPER_LARGE_ROWS and N % large.cols == 0:
+        return large, 1
 
     def time(of: tuple[HopperTile, int]) -> float:
         tile, split = of
@@ -204,8 +239,13 @@ def _hopper_tile(M: int, N: int, K: int, device: DeviceInfo, silu: bool) -> tupl
     tiles = [
         t
         for t in HOPPER_US
-        if t.rows * t.cluster < M + 64 and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
+        if t.rows * t.cluster < M + 64
+        and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
+        and not (head_dim and t.cols % head_dim)
     ]
+    if head_dim:  # three consumers have no registers to spare for sines
+        tiles = [t for t in tiles if t.consumers < 3]
+        return min(((t, 1) for t in tiles), key=time)
     return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
 

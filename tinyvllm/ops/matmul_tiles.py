@@ -30,7 +30,7 @@ from tinyvllm.util import ceil_div
 TILE_K = 64  # elements of K in a step, for all kernels here
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 HOPPER_MAX_SPLIT = 6
-HOPPER_WARP_BUFFER = 16 * (128 + 16)  # bytes for 16 rows of at most 128 bytes, padded
+HOPPER_WARP_BUFFER = 2 * 16 * 128  # bytes: two pieces of 16 rows of at most 128 bytes
 
 # Constants of matmul_few_rows.cu: rows of x, columns of y in a block, elements of K in a step.
 FEW_ROWS_MAX = 2
@@ -131,6 +131,11 @@ class HopperTile(NamedTuple):
         room = self.stages * (self.rows + self.cols) * TILE_K * 2 // (self.cols * 32)
         return max(min(room - self.rows // 8 + 1, HOPPER_MAX_SPLIT), 1)
 
+    def piece(self, silu: bool) -> int:
+        """Columns of 16-bit results that leave at a time."""
+        cols = self.cols // 2 if silu else self.cols
+        return next(c for c in (64, 32, 16) if cols % c == 0)
+
     @property
     def smem(self) -> int:
         """Bytes of dynamic shared memory: stages, a buffer for each warp's results, barriers."""
@@ -164,7 +169,13 @@ HOPPER_US = {
     HopperTile(1, 2, 64, 8): (7.0, 7.7),
     HopperTile(1, 2, 128, 6): (10.3, 12.0),
     HopperTile(1, 3, 128, 4): (18.6, 19.6),
-    HopperTile(1, 2, 192, 5): (18.6, 19.5),
+    HopperTile(1, 2, 192, 4): (18.6, 19.5),
     HopperTile(1, 2, 256, 4): (24.4, 25.5),
     HopperTile(2, 2, 128, 6, alternate=True): (12.1, 12.5),
 }
+# Products of this many rows last so long that the card lowers its clock for want of power. The tile
+# that moves least for its multiplications then wins, whatever it takes on a cool card.
+HOPPER_LARGE_ROWS = 4096
+HOPPER_LARGE = HopperTile(1, 2, 256, 4, cluster=2)
+HOPPER_LARGE_ROPE = {64: HopperTile(1, 2, 192, 4), 128: HopperTile(1, 2, 256, 4)}  # by head_dim
+HOPPER_TILES = (*HOPPER_US, HOPPER_LARGE)

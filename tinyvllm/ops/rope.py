@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
+from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.attention import kv_address
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Shape
@@ -142,6 +143,26 @@ class KvWrite(OpDef):
         return Cost(4 * tokens * width * a.act.itemsize + 3 * 4 * tokens)
 
 
+def rope_kv_write_launch(a: Operands, qkv: DeviceArray) -> Launch:
+    """The launch for the operands of rope_kv_write, with these columns of q, k and v."""
+    head_dim = a.kv_cache.shape[-1]
+    tokens, width = qkv.shape
+    return ROPE_KV_WRITE(a.act).launch(
+        (tokens,),
+        block_threads(width // head_dim, head_dim),
+        qkv=qkv.ptr,
+        positions=a.positions.ptr,
+        token_slots=a.token_slots.ptr,
+        inv_freq=a.inv_freq.ptr,
+        q=a.q.ptr,
+        qkv_stride=qkv.row_stride,
+        q_stride=a.q.row_stride,
+        num_heads=a.q.shape[1] // head_dim,
+        half_dim=head_dim // 2,
+        **kv_address(a),
+    )
+
+
 class RopeKvWrite(OpDef):
     """Rope of the q and k columns of `qkv`, and the KV write of the turned k and of v."""
 
@@ -151,24 +172,7 @@ class RopeKvWrite(OpDef):
     attrs = frozenset({"layer", "group"})
 
     def launches(self, a: Operands, device: DeviceInfo) -> list[Launch]:
-        head_dim = a.kv_cache.shape[-1]
-        tokens, width = a.qkv.shape
-        return [
-            ROPE_KV_WRITE(a.act).launch(
-                (tokens,),
-                block_threads(width // head_dim, head_dim),
-                qkv=a.qkv.ptr,
-                positions=a.positions.ptr,
-                token_slots=a.token_slots.ptr,
-                inv_freq=a.inv_freq.ptr,
-                q=a.q.ptr,
-                qkv_stride=a.qkv.row_stride,
-                q_stride=a.q.row_stride,
-                num_heads=a.q.shape[1] // head_dim,
-                half_dim=head_dim // 2,
-                **kv_address(a),
-            )
-        ]
+        return [rope_kv_write_launch(a, a.qkv)]
 
     def cost(self, a: Operands) -> Cost:
         tokens, width = a.qkv.shape
