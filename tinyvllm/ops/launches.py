@@ -164,8 +164,8 @@ class ProgramLaunches:
             order |= {i: (layers, k) for k, i in enumerate(group)}
         self._order = [order[i] for i in range(len(ops))]
 
-    def run(self, dims: Dims) -> None:
-        """Runs all launches, for these sizes, in their order."""
+    def prepare(self, dims: Dims) -> None:
+        """Makes all launches ready for these sizes; waits for kernels that are not loaded yet."""
         changed = []
         for layers in self._layers:
             launches = layers.launches(dims)
@@ -174,6 +174,10 @@ class ProgramLaunches:
         self._loader.load_all(launch.spec for _, launches in changed for launch in launches)
         for layers, launches in changed:
             layers.set(launches, dims)
+
+    def run(self, dims: Dims) -> None:
+        """Runs all launches, for these sizes, in their order."""
+        self.prepare(dims)
         for layers, k in self._order:
             for repeated in layers.ready:
                 repeated.run(k)
