@@ -16,7 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from fake_driver import FakeDriver, FakeFunctions
 
-from tinyvllm.driver import calls, tensor_map
+from tinyvllm.driver import calls, compiler, tensor_map
 from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.model import smollm2
 from tinyvllm.util import InputError
@@ -109,6 +109,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(calls, "_functions", FakeFunctions(driver))
     yield driver
     tensor_map.encode.cache_clear()  # its maps are none that a GPU understands
+    compiler.nvrtc_version.cache_clear()
 
 
 @pytest.fixture

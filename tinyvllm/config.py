@@ -56,6 +56,9 @@ class EngineConfig:
     )
     swap_space: float = option(4, "GiB of pinned host memory for blocks of preempted sequences")
     pin_swap_space: bool = option(False, "pin the swap space at start, not at first need")
+    wait_for_kernels: bool = option(
+        False, "start when all kernels are compiled, not when those of the first step are"
+    )
     num_gpu_blocks_override: int | None = option(
         None, "KV blocks to allocate (default: what fits; for tests of preemption)"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.driver import kernel
+from tinyvllm.driver import compile_queue, kernel
 from tinyvllm.driver.cache import CompiledKernel
 from tinyvllm.driver.calls import PHASES, call, phase
 from tinyvllm.driver.recorder import recording
@@ -114,12 +114,13 @@ def test_a_model_that_does_not_start_ends_the_trace(golden, tmp_path):
 def fake_gpu(fake_driver, monkeypatch):
     """A GPU that runs nothing: kernels are not compiled, but launched with all they need."""
 
-    def compiled(specs, *args):
+    def compiled(spec, *args):
         with phase("compile"):
             call("nvrtcVersion")
-        return {spec: CompiledKernel(b"code", spec.name, None) for spec in specs}
+        return CompiledKernel(b"code", spec.name, None)
 
-    monkeypatch.setattr(kernel, "compile_all", compiled)
+    monkeypatch.setattr(compile_queue, "compile_spec", compiled)
+    monkeypatch.setattr(kernel, "cached", lambda specs, *args: ((spec, None) for spec in specs))
     monkeypatch.setattr(kernel, "arch_name", lambda capability: "sm_90a")
     for name in ("cuModuleLoadData", "cuModuleGetFunction"):
         monkeypatch.setattr(fake_driver, name, fake_driver.handle, raising=False)
@@ -162,6 +163,11 @@ def test_every_call_of_a_gpus_life_and_then_its_kernels_times(golden, fake_gpu, 
     assert launches and all(a["kernel"] and a["arguments"] for a in launches)
     rope = next(a for a in launches if a["kernel"].startswith("rope_kv_write_kernel"))
     assert rope["arguments"]["num_heads"] == 4 and rope["arguments"]["qkv"].startswith("0x")
+
+    captured = False  # meanwhile no kernel is loaded: the driver may refuse that
+    for name in names:
+        captured = name == "cuStreamBeginCapture" or (captured and name != "cuStreamEndCapture")
+        assert not (captured and name.startswith("cuModule"))
 
     # A token in a steady decode: one graph, one copy each way, one wait; nothing is allocated.
     decode = [c["name"] for c in calls if c["phase"] == "decode"]

@@ -173,6 +173,15 @@ def test_key_changes_with_everything_that_matters(scale, tmp_path, monkeypatch):
     assert cache_key(spec, "sm_80") == keys[-1]
 
 
+def test_keys_of_many_kernels_read_a_source_once(scale, monkeypatch):
+    specs, digests, read = [scale(DType.F32, 32 * n) for n in (1, 2, 3)], {}, []
+    digest = compiler._source_digest
+    monkeypatch.setattr(compiler, "_source_digest", lambda p: read.append(p) or digest(p))
+    keys = [cache_key(spec, "sm_80", digests) for spec in specs]
+    assert len(read) == 1
+    assert keys == [cache_key(spec, "sm_80") for spec in specs] and len(set(keys)) == 3
+
+
 def test_compile_all_in_threads_compiles_each_spec_once(scale, cache):
     specs = [scale(DType.F32, 32 * n) for n in (1, 2, 3, 4, 1, 2)]
     with recording() as recorder:

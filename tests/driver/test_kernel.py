@@ -1,7 +1,10 @@
 import numpy as np
 import pytest
 
+from tinyvllm.driver import compile_queue, compiler, kernel
+from tinyvllm.driver.cache import CompiledKernel, KernelCache
 from tinyvllm.driver.calls import CudaError
+from tinyvllm.driver.device import Device
 from tinyvllm.driver.kernel import (
     KernelLoader,
     LoadedKernel,
@@ -91,6 +94,45 @@ def test_launch_attributes_say_what_the_launch_says():
         if cluster > 1:
             size = found["CLUSTER_DIMENSION"].clusterDim
             assert (size.x, size.y, size.z) == (4, 1, 1)
+
+
+@pytest.fixture
+def fake_loader(fake_driver, monkeypatch, tmp_path):
+    """A loader of kernels that a compiler has names for, its cache, and what was compiled."""
+    made = []
+
+    def compiled(spec, arch, cache):
+        made.append(spec)
+        kernel = CompiledKernel(b"code", spec.name, None)
+        cache.put(f"{spec.name} {arch}", kernel)
+        return kernel
+
+    monkeypatch.setattr(compile_queue, "compile_spec", compiled)
+    monkeypatch.setattr(compiler, "cache_key", lambda spec, arch, digests: f"{spec.name} {arch}")
+    monkeypatch.setattr(kernel, "arch_name", lambda capability: "sm_90a")
+    for name in ("cuModuleLoadData", "cuModuleGetFunction"):
+        monkeypatch.setattr(fake_driver, name, fake_driver.handle, raising=False)
+    monkeypatch.setattr(fake_driver, "cuFuncGetAttribute", lambda *a: (0, 1024), raising=False)
+    with Device() as device, KernelLoader(device, KernelCache(tmp_path)) as loader:
+        yield loader, made, fake_driver.names
+
+
+def test_what_the_cache_has_is_loaded_when_requested_the_rest_when_needed(fake_loader):
+    loader, made, names = fake_loader
+    specs = [KERNEL(n) for n in range(32, 40)]
+    loader.load_all(specs[:3])
+    assert made == specs[:3] and names.count("cuModuleLoadData") == 3
+    with KernelLoader(loader.device, loader._cache) as second:
+        second.request(iter([*specs, *specs]))
+        assert names.count("cuModuleLoadData") == 6
+        second.load_all([specs[4]])
+        assert names.count("cuModuleLoadData") == 7
+        second.load_all(specs[:5])
+        second.load_requested()
+        assert names.count("cuModuleLoadData") == 11 and set(made) == set(specs)
+        assert len(made) == len(specs), "each is compiled once"
+        second.load_requested()
+    assert names.count("cuModuleUnload") == 8
 
 
 @pytest.fixture

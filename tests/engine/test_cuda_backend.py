@@ -55,6 +55,9 @@ class FakeLoader:
     def __exit__(self, *error):
         pass
 
+    def request(self, specs):
+        list(specs)
+
     def load_all(self, specs):
         pass
 
@@ -226,25 +229,48 @@ def test_swap_space_is_pinned_at_start_or_not_at_all(fake_gpu, model):
             assert llm.engine.backend.swapper is None
 
 
-def test_kernels_are_loaded_before_the_first_step(fake_gpu, model, monkeypatch):
-    loaded, used = set(), set()
-    monkeypatch.setattr(FakeLoader, "load_all", lambda self, specs: loaded.update(specs))
+def test_kernels_are_requested_before_the_first_step(fake_gpu, model, monkeypatch):
+    requested, used = set(), set()
+    monkeypatch.setattr(FakeLoader, "request", lambda self, specs: requested.update(specs))
     kernel = FakeLoader.kernel
     monkeypatch.setattr(
         FakeLoader, "kernel", lambda self, launch: used.add(launch.spec) or kernel(self, launch)
     )
     with LLM(str(model), **SIZES) as llm:
-        at_start = set(loaded)
+        at_start = set(requested)
         run(llm.engine, PROMPTS, SCORED)
         run(llm.engine, PROMPTS, SamplingParams(max_tokens=3, top_p=0.5, presence_penalty=1))
     assert len(used) > 10 and not used - at_start
 
 
+def test_kernels_are_waited_for_if_asked_to(fake_gpu, model, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(FakeLoader, "load_requested", lambda self: loaded.append(1), raising=False)
+    for wait in (False, True):
+        with LLM(str(model), **SIZES, wait_for_kernels=wait):
+            assert len(loaded) == wait
+
+
+def test_what_is_planned_is_reserved_before_the_weights_come(fake_gpu, model, monkeypatch):
+    reserved = []
+    read = cuda_backend.CudaBackend._read_weights
+
+    def seen(self, base):
+        reserved.append(fake_gpu.reserved)
+        read(self, base)
+
+    monkeypatch.setattr(cuda_backend.CudaBackend, "_read_weights", seen)
+    with LLM(str(model), **SIZES) as llm:
+        assert reserved == [fake_gpu.reserved]
+        memory = llm.engine.backend.memory
+        assert memory.fixed + memory.kv <= fake_gpu.reserved <= memory.threshold
+
+
 def test_a_kernel_that_cannot_be_loaded_leaves_nothing(fake_gpu, model, monkeypatch):
     def refuse(self, specs):
-        raise InputError(f"{len(specs)} kernels")
+        raise InputError(f"{len(list(specs))} kernels")
 
-    monkeypatch.setattr(FakeLoader, "load_all", refuse)
+    monkeypatch.setattr(FakeLoader, "request", refuse)
     with pytest.raises(InputError, match=r"^\d+ kernels$"):
         LLM(str(model), **SIZES)
     assert (fake_gpu.used, fake_gpu.pinned, fake_gpu.blocks) == (0, 0, {})

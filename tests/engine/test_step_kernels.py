@@ -41,11 +41,24 @@ def asked_for(program, decodes, prompt, context, info):
 
 @pytest.mark.parametrize("info", [DEVICES["sm_80"], DEVICES["sm_90a"]], ids=lambda i: i.name)
 def test_what_steps_ask_for_is_found(info):
-    found = step_kernels(PROGRAMS, LIMITS, DType.BF16, info)
-    assert len(found) == len(set(found)) <= 64
+    found = list(step_kernels(PROGRAMS, LIMITS, DType.BF16, info))
+    assert len(found) == len(set(found)) <= 80
     used = set()
     for program in PROGRAMS:
         sizes = DECODES[::7] if program.name.startswith("decode") else MIXED[::7]
         for size in sizes:
             used.update(asked_for(program, *size, info))
     assert not used - set(found)
+
+
+def test_kernels_of_the_first_steps_are_found_first():
+    info = DEVICES["sm_90a"]
+    found = list(step_kernels(PROGRAMS, LIMITS, DType.BF16, info))
+    first = set()
+    for program in PROGRAMS:
+        if program.name == "prefill.plain":
+            first.update(asked_for(program, 0, 8, 8, info))
+        elif program.name == "decode.plain":
+            first.update(asked_for(program, 1, 0, 9, info))
+    assert 8 < len(first) < len(found) / 2
+    assert first <= set(found[: len(first) + 4])

@@ -56,6 +56,9 @@ class FakeDriver:
     def cuDriverGetVersion(self):  # noqa: N802
         return 0, 13000
 
+    def nvrtcVersion(self):  # noqa: N802
+        return 0, 13, 0
+
     def cuDeviceGetCount(self):  # noqa: N802
         return 0, 1
 

@@ -28,18 +28,24 @@ def bench_startup(config: EngineConfig, runs: int) -> None:
         "--ignore-eos",
     ]
     with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TINYVLLM_CACHE_DIR": cache}
         for run in range(runs + 1):
-            start = time.perf_counter()
-            with subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**os.environ, "TINYVLLM_CACHE_DIR": cache},
-            ) as process:
-                assert process.stdout is not None and process.stderr is not None
-                first = process.stdout.read(1)
-                seconds = time.perf_counter() - start
-                if not first:
-                    raise RuntimeError(process.stderr.read().decode())
+            if run == 1:  # the first one has left kernels out that its tokens did not need
+                _first_token([*command, "--wait-for-kernels"], environment)
+            seconds = _first_token(command, environment)
             state = "empty" if run == 0 else "warm"
             print(f"{state} kernel cache: first token after {seconds:.2f} s", flush=True)
+
+
+def _first_token(command: list[str], environment: dict[str, str]) -> float:
+    """Seconds from the start of a process until it prints something; waits for its end."""
+    start = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - start
+        if not first:
+            raise RuntimeError(process.stderr.read().decode())
+    return seconds

@@ -21,4 +21,7 @@ def finish(
         run(args, from_args(EngineConfig, args))
         return 0
 
-    parser.set_defaults(run=run_kind, model="llama-3.2-1b", load_format="dummy")
+    # No step that is measured waits for a kernel.
+    parser.set_defaults(
+        run=run_kind, model="llama-3.2-1b", load_format="dummy", wait_for_kernels=True
+    )

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -105,15 +105,28 @@ def _cuda_headers_version() -> bytes:
     return match.group(1) if match else hashlib.sha256(text).digest()
 
 
-def cache_key(spec: KernelSpec, arch: str) -> str:
-    """Changes with everything that the compiled kernel depends on."""
+def _source_digest(source: Path) -> bytes:
+    """Of the source and all that it includes of ours."""
     digest = hashlib.sha256()
-    parts = [str(SCHEMA), str(nvrtc_version()), arch, *OPTIONS, spec.name, spec.kernel.signature]
-    for part in [p.encode() for p in parts] + [_cuda_headers_version()]:
-        digest.update(part + b"\0")
-    for path in _reachable(source_path(spec)):
+    for path in _reachable(source):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\0".encode() + content)
+    return digest.digest()
+
+
+def cache_key(spec: KernelSpec, arch: str, digests: dict[Path, bytes] | None = None) -> str:
+    """Changes with everything that the compiled kernel depends on.
+
+    `digests` keeps those of the sources, for who asks for many kernels at one moment.
+    """
+    digests = {} if digests is None else digests
+    path = source_path(spec)
+    if path not in digests:
+        digests[path] = _source_digest(path)
+    digest = hashlib.sha256()
+    parts = [str(SCHEMA), str(nvrtc_version()), arch, *OPTIONS, spec.name, spec.kernel.signature]
+    for part in [p.encode() for p in parts] + [_cuda_headers_version(), digests[path]]:
+        digest.update(part + b"\0")
     return digest.hexdigest()[:40]
 
 
@@ -138,6 +151,19 @@ def compile_spec(
             compiled = _compile(spec, arch)
             kernel_cache.put(key, compiled)
     return compiled
+
+
+def cached(
+    specs: Iterable[KernelSpec], arch: str, kernel_cache: KernelCache
+) -> Iterator[tuple[KernelSpec, CompiledKernel | None]]:
+    """Each spec with what the cache has of it; nothing is compiled.
+
+    One after the other: threads that read wait for each other more than for the files.
+    """
+    digests: dict[Path, bytes] = {}
+    for spec in specs:
+        with phase("compile"):
+            yield spec, kernel_cache.get(cache_key(spec, arch, digests))
 
 
 def compile_all(

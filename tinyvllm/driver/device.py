@@ -20,26 +20,54 @@ NO_DRIVER = "No NVIDIA driver is installed (libcuda.so.1 was not found)."
 NO_GPU = "The NVIDIA driver sees no GPU."
 
 
+class CudaUnavailableError(InputError):
+    """CUDA cannot be used; the message is one sentence that says why."""
+
+
+def check_driver() -> None:
+    """Raises CudaUnavailableError where the driver is missing or too old; does not start it."""
+    try:
+        version = call("cuDriverGetVersion")
+    except ImportError:
+        raise CudaUnavailableError(NO_BINDINGS) from None
+    except CudaError as error:
+        raise _cannot_start(error) from None
+    except RuntimeError:  # what the bindings raise when libcuda cannot be loaded
+        raise CudaUnavailableError(NO_DRIVER) from None
+    if version < MIN_CUDA:
+        raise CudaUnavailableError(
+            f"The NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}; "
+            f"tinyvllm needs CUDA 13.0, which comes with driver 580 or newer."
+        )
+
+
+def _start_driver() -> int:
+    """The number of GPUs, at least one; CudaUnavailableError says why there is none."""
+    try:
+        call("cuInit", 0)
+        count = int(call("cuDeviceGetCount"))
+    except CudaError as error:
+        raise _cannot_start(error) from None
+    if count == 0:
+        raise CudaUnavailableError(NO_GPU)
+    return count
+
+
+def _cannot_start(error: CudaError) -> CudaUnavailableError:
+    if error.name == "CUDA_ERROR_NO_DEVICE":
+        return CudaUnavailableError(NO_GPU)
+    return CudaUnavailableError(
+        f"The NVIDIA driver cannot start: {error.name}: {error.explanation}."
+    )
+
+
 def cuda_unavailable() -> str | None:
     """None when CUDA can be used, else one sentence that says why not."""
     try:
-        version = call("cuDriverGetVersion")
-        if version < MIN_CUDA:
-            return (
-                f"The NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10}; "
-                f"tinyvllm needs CUDA 13.0, which comes with driver 580 or newer."
-            )
-        call("cuInit", 0)
-        if call("cuDeviceGetCount") == 0:
-            return NO_GPU
-    except ImportError:
-        return NO_BINDINGS
-    except CudaError as error:
-        if error.name == "CUDA_ERROR_NO_DEVICE":
-            return NO_GPU
-        return f"The NVIDIA driver cannot start: {error.name}: {error.explanation}."
-    except RuntimeError:  # what the bindings raise when libcuda cannot be loaded
-        return NO_DRIVER
+        check_driver()
+        _start_driver()
+    except CudaUnavailableError as error:
+        return str(error)
     return None
 
 
@@ -47,12 +75,12 @@ class Device(Closing):
     """GPU number `index` with its primary context, current in the thread that made it.
 
     `kernel_path` is "auto" (the fastest that the GPU runs) or "portable".
-    Raises InputError for an index that does not exist and for a GPU that is too old.
+    Raises CudaUnavailableError where there is no GPU, InputError for an index that does not exist
+    and for a GPU that is too old. `check_driver` comes before.
     """
 
     def __init__(self, index: int = 0, kernel_path: str = "auto") -> None:
-        call("cuInit", 0)
-        count = call("cuDeviceGetCount")
+        count = _start_driver()
         if not 0 <= index < count:
             raise InputError(f"device cuda:{index}: the driver sees {count} GPU(s), from cuda:0 on")
         self.index = index

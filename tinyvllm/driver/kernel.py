@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tinyvllm.driver.cache import KernelCache
+from tinyvllm.driver.cache import CompiledKernel, KernelCache
 from tinyvllm.driver.calls import CudaError, call, driver_api, phase
-from tinyvllm.driver.compiler import arch_name, compile_all
+from tinyvllm.driver.compile_queue import CompileQueue
+from tinyvllm.driver.compiler import arch_name, cached
 from tinyvllm.driver.decode import forget_kernel, name_kernel
 from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.spec import PARAM_FORMATS, Kernel, KernelSpec, Launch, TensorMap
@@ -42,21 +43,42 @@ class KernelLoader(Closing):
         self.device = device
         self.arch = arch_name(device.info.compute_capability)
         self._cache = kernel_cache or KernelCache()
+        self._queue = CompileQueue(self.arch, self._cache)
         self._loaded: dict[KernelSpec, LoadedKernel] = {}
         self.pdl = device.info.compute_capability >= (9, 0)
 
-    def load_all(self, specs: Iterable[KernelSpec], jobs: int | None = None) -> None:
-        """Compiles in parallel, then loads, every spec that is not loaded yet.
+    def request(self, specs: Iterable[KernelSpec]) -> None:
+        """Loads those that the cache has; has the others compiled beside what comes next.
+
+        What needs one of these waits for it, by itself (`load_all`). `specs` is taken from one by
+        one, so that the first are being compiled while the last are still looked for.
+        """
+        new = (spec for spec in specs if spec not in self._loaded and spec not in self._queue)
+        for spec, kernel in cached(new, self.arch, self._cache):
+            if kernel is None:
+                self._queue.put(spec)
+            else:
+                self._load(spec, kernel)
+
+    def load_all(self, specs: Iterable[KernelSpec]) -> None:
+        """Loads every spec that is not loaded yet, once it is compiled: before all others.
 
         Raises CompileError for a kernel that does not compile.
         """
-        missing = [spec for spec in specs if spec not in self._loaded]
+        missing = dict.fromkeys(spec for spec in specs if spec not in self._loaded)
         if not missing:
             return
-        compiled = compile_all(missing, self.arch, jobs, self._cache)
+        self.request(missing)
+        for spec, kernel in self._queue.get(s for s in missing if s not in self._loaded).items():
+            self._load(spec, kernel)
+
+    def load_requested(self) -> None:
+        """Waits for all that was requested, and loads it: afterwards nothing waits for a kernel."""
+        self.load_all(self._queue.pending())
+
+    def _load(self, spec: KernelSpec, kernel: CompiledKernel) -> None:
         with phase("compile"):
-            for spec, kernel in compiled.items():
-                self._loaded[spec] = _load(spec, kernel.image, kernel.lowered_name)
+            self._loaded[spec] = _load(spec, kernel.image, kernel.lowered_name)
 
     def prepare(self, launch: Launch) -> PreparedLaunch:
         """Checks a launch and packs its arguments; loads its kernel if that was not done yet.
@@ -81,7 +103,11 @@ class KernelLoader(Closing):
         return kernel
 
     def close(self) -> None:
-        """Unloads all kernels; launches prepared from them must not run any more."""
+        """Unloads all kernels; launches prepared from them must not run any more.
+
+        Waits for what is being compiled at this moment, for the cache.
+        """
+        self._queue.close()
         for kernel in self._loaded.values():
             call("cuModuleUnload", kernel.module)
             forget_kernel(kernel.function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.device import cuda_unavailable
+from tinyvllm.driver.device import CudaUnavailableError, check_driver
 from tinyvllm.engine.cpu_backend import CpuBackend
 from tinyvllm.engine.cuda_backend import CudaBackend
 from tinyvllm.memory.budget import MemoryPlan
@@ -66,10 +66,11 @@ def open_backend(config: EngineConfig, model: LocalModel) -> Backend:
     """
     if config.device == "cpu":
         return CpuBackend(config, model)
-    reason = cuda_unavailable()
-    if reason is None:
+    try:
+        check_driver()
         return CudaBackend(config, model, index=int(config.device.partition(":")[2] or 0))
-    if config.device != "auto":
-        raise InputError(f"device={config.device!r}: {reason}")
-    logger.info("%s Running on the CPU.", reason)
+    except CudaUnavailableError as error:
+        if config.device != "auto":
+            raise InputError(f"device={config.device!r}: {error}") from None
+        logger.info("%s Running on the CPU.", error)
     return CpuBackend(config, model)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CudaError, phase
+from tinyvllm.driver.compiler import nvrtc_version
 from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.kernel import KernelLoader
 from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host
@@ -51,14 +52,21 @@ class CudaBackend:
     def __init__(self, config: EngineConfig, model: LocalModel, index: int = 0) -> None:
         self._config, self._model = config, model
         self._act = model_dtype(config, model.config)
-        self._programs = engine_programs(config, model.config, primitive=False)
-        self._packed = packed_weights(self._programs)
         self._awake = ExitStack()  # closes what `_open` has opened
         self._saved: PinnedBuffer | None = None  # the weights, while asleep at level 1
         self._base = 0  # address of the weights
         self.executor: Executor
         with ExitStack() as stack:
-            self.device = stack.enter_context(Device(index, config.kernel_path))
+            # The driver's slowest calls are made in a thread, beside Python's part of the start.
+            with ThreadPoolExecutor(1, "start-up") as beside:
+                opening = beside.submit(Device, index, config.kernel_path)
+                try:
+                    self._programs = engine_programs(config, model.config, primitive=False)
+                    self._packed = packed_weights(self._programs)
+                    nvrtc_version()  # loads the library, which takes its time
+                finally:
+                    self.device: Device = stack.enter_context(opening.result())
+            self.device.make_current()
             self.device_name = f"cuda:{index} ({self.device.info.name})"
             self.memory, self.max_model_len = plan_engine(
                 config,
@@ -82,16 +90,21 @@ class CudaBackend:
                     ),
                 )
             )
-            self._loader = stack.enter_context(KernelLoader(self.device))
+            with ThreadPoolExecutor(1, "start-up") as beside:
+                reserving = beside.submit(self._reserve)
+                self._loader = stack.enter_context(KernelLoader(self.device))
+                self._loader.request(
+                    step_kernels(self._programs, self.limits, self._act, self.device.info)
+                )
+            reserving.result()
             space = swap_space(config, self.memory.block_bytes)
             self.swapper: CudaSwapper | None = None
             if space is not None:
                 self.swapper = stack.enter_context(CudaSwapper(space, self.stream))
-            with ThreadPoolExecutor(1, "kernels") as beside:
-                kernels = beside.submit(self._load_kernels)
-                self._open(self._read_weights)
-                stack.callback(self._awake.close)  # after an error; otherwise it is closed before
-                kernels.result()
+            self._open(self._read_weights)
+            stack.callback(self._awake.close)  # after an error; otherwise it is closed before
+            if config.wait_for_kernels:
+                self._loader.load_requested()
             if self.swapper is not None and config.pin_swap_space:
                 self.swapper.reserve_all()
             self._resources = stack.pop_all()
@@ -124,11 +137,12 @@ class CudaBackend:
             self._drop_saved()
             self._awake.close()
 
-    def _load_kernels(self) -> None:
-        """Compiles and loads what steps may need, so that none of them waits for it."""
+    def _reserve(self) -> None:
+        """Has the pool get all that is planned from the driver, which later takes parts of it."""
         self.device.make_current()
-        info = self.device.info
-        self._loader.load_all(step_kernels(self._programs, self.limits, self._act, info))
+        self.pool.free(
+            self.pool.alloc(self.memory.fixed + self.memory.kv, self.stream), self.stream
+        )
 
     def _open(self, fill: Callable[[int], None]) -> None:
         """Brings the weights to a new address, by `fill`, and opens what works with the pool.

@@ -6,59 +6,82 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from tinyvllm.driver.spec import DeviceInfo, KernelSpec
 from tinyvllm.engine.batch import MIN_CONTEXT_CLASS, row_bucket, size_class
-from tinyvllm.ops.executor import described, writes_nothing
-from tinyvllm.ops.launches import SizesRead, likeness
+from tinyvllm.memory.array import DeviceArray
+from tinyvllm.ops.launches import BoundOp, Place, SizesRead, likeness
 from tinyvllm.ops.program import Op, Program
-from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType
 
 GRID = 1.1  # from a number of tokens to the next that is looked at
+FIRST_PROMPTS = (8, 64, 512)  # tokens
 Sizes = Mapping[str, int]
 
 
 def step_kernels(
     programs: Iterable[Program], limits: Sizes, act: DType, info: DeviceInfo
-) -> list[KernelSpec]:
-    """Each specialisation once. Launches are pure functions of sizes, so no device is needed.
+) -> Iterator[KernelSpec]:
+    """Each specialisation once, those of a first, plain request's steps before all others.
 
-    Of steps with prompts some sizes are looked at; what they miss is compiled when a step needs it.
+    Launches are pure functions of sizes, so no device is needed. Of steps with prompts some sizes
+    are looked at; what they miss is compiled when a step needs it.
     """
-    found: dict[KernelSpec, None] = {}
-    decode, mixed = list(_decode_sizes(limits)), list(_mixed_sizes(limits))
-    seen = set()
-    for program in programs:
-        sizes = decode if program.name.startswith("decode") else mixed
-        for op in program.ops:
-            key = id(sizes), likeness(program, op)
-            if key not in seen:
-                seen.add(key)
-                found |= dict.fromkeys(_op_kernels(program, op, sizes, act, info))
-    return list(found)
+    programs = list(programs)
+    plain = [p for p in programs if p.name.endswith(".plain")]
+    shortest, *longer = [_with_prompt(limits, min(n, limits["T"]), 0) for n in FIRST_PROMPTS]
+    rounds = [
+        (plain, list(_decode_sizes(limits, most=1)), [shortest]),
+        (plain, [], longer),
+        (programs, list(_decode_sizes(limits, most=limits["R"])), list(_mixed_sizes(limits))),
+    ]
+    found: set[KernelSpec] = set()
+    for some, decode, mixed in rounds:
+        seen = set()
+        for program in some:
+            sizes = decode if program.name.startswith("decode") else mixed
+            for op in program.ops:
+                key = id(sizes), likeness(program, op)
+                if key not in seen:
+                    seen.add(key)
+                    for spec in _op_kernels(program, op, sizes, act, info):
+                        if spec not in found:
+                            found.add(spec)
+                            yield spec
 
 
 def _op_kernels(
     program: Program, op: Op, all_sizes: Iterable[Sizes], act: DType, info: DeviceInfo
 ) -> Iterator[KernelSpec]:
     """Specialisations of one op, many times the same."""
-    names: set[str] = set()  # of the sizes that it looks at
+    bound = BoundOp(
+        program, op, lambda name: _place(program, name, act), act=act, info=info, scratch=0
+    )
+    names: list[str] = []  # of the sizes that it looks at
     done: set[tuple[int, ...]] = set()  # their values
     for dims in all_sizes:
-        if done and tuple(dims[name] for name in names) in done:
+        if done and tuple([dims[name] for name in names]) in done:
             continue
         sizes = SizesRead(dims)
-        if not writes_nothing(program, op, sizes):
-            operands = described(program, op, sizes, act)
-            yield from (launch.spec for launch in op_def(op.kind).launches(operands, info))
-        if sizes.read.keys() - names:
-            names |= sizes.read.keys()
+        yield from (launch.spec for launch in bound.launches(sizes))
+        if new := sizes.read.keys() - set(names):
+            names += new
             done.clear()
-        done.add(tuple(dims[name] for name in names))
+        done.add(tuple([dims[name] for name in names]))
 
 
-def _decode_sizes(limits: Sizes) -> Iterator[Sizes]:
-    """Of steps in which all rows decode, with short contexts and with long ones."""
-    most = limits["R"]
-    for n in dict.fromkeys(row_bucket(n, most) for n in range(1, most + 1)):
+def _place(program: Program, name: str, act: DType) -> Place | DeviceArray:
+    """Anything a program names, at address 0: what a launch's kernel does not depend on."""
+    if name in program.weights:
+        return DeviceArray(0, program.weights[name].shape, act)
+    if name in program.constants:
+        return DeviceArray(0, program.constants[name].shape, DType.F32)
+    b = program.buffers[name]
+    if b.parent is not None:
+        return _place(program, b.parent, act).columns(b.column, int(b.shape[-1]))
+    return Place(0, b.shape, b.dtype or act)
+
+
+def _decode_sizes(limits: Sizes, most: int) -> Iterator[Sizes]:
+    """Of steps in which up to so many rows decode, with short contexts and with long ones."""
+    for n in dict.fromkeys(row_bucket(n, limits["R"]) for n in range(1, most + 1)):
         for context in {MIN_CONTEXT_CLASS, limits["C"]}:
             rows = {"T": n, "R": n, "R1": n + 1, "S": n, "D": n, "Q": 0}
             yield {**limits, **rows, "C": context}
@@ -68,10 +91,17 @@ def _mixed_sizes(limits: Sizes) -> Iterator[Sizes]:
     """Of steps with a prompt, alone and beside rows that decode, with short and long contexts."""
     for tokens in _grid(limits["T"]):
         for decodes in {0, min(limits["R"], tokens) // 2}:
-            n, query = decodes + 1, size_class(tokens - decodes)
-            rows = {"T": tokens, "R": n, "R1": n + 1, "S": n, "D": decodes, "Q": query}
-            for context in {max(query, MIN_CONTEXT_CLASS), limits["C"]}:
-                yield {**limits, **rows, "C": context}
+            short = _with_prompt(limits, tokens, decodes)
+            yield short
+            if short["C"] != limits["C"]:
+                yield {**short, "C": limits["C"]}
+
+
+def _with_prompt(limits: Sizes, tokens: int, decodes: int) -> Sizes:
+    """Of a step of so many tokens, those of rows that decode among them, with a short context."""
+    n, query = decodes + 1, size_class(tokens - decodes)
+    rows = {"T": tokens, "R": n, "R1": n + 1, "S": n, "D": decodes, "Q": query}
+    return {**limits, **rows, "C": max(query, MIN_CONTEXT_CLASS)}
 
 
 def _grid(most: int) -> Iterator[int]:

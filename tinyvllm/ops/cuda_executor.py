@@ -222,6 +222,7 @@ class CudaExecutor:
     def _capture(self, p: Program, dims: Dims) -> GraphExec:
         """A program's launches as one graph: a decode step then costs the host one call."""
         launches = self._launches_of(p)
+        launches.prepare(dims)  # no kernel is loaded while the stream is captured
         with phase("capture"):
             with capture(self._stream) as graph:
                 launches.run(dims)

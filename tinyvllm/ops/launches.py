@@ -161,15 +161,21 @@ class ProgramLaunches:
             order |= {i: (layers, k) for k, i in enumerate(group)}
         self._order = [order[i] for i in range(len(ops))]
 
+    def prepare(self, dims: Dims) -> None:
+        """Makes all launches ready for these sizes; kernels not there yet compile side by side."""
+        firsts = [layers.ops[0].launches(dims) for layers in self._layers]
+        self._loader.load_all(launch.spec for launches in firsts for launch in launches)
+        for layers in self._layers:
+            layers.fit(dims)
+        self._fresh = False
+
     def run(self, dims: Dims) -> None:
         """Runs all launches, for these sizes, in their order.
 
         Each is worked out when its turn comes, so that the device begins with the first at once.
         """
-        if self._fresh:  # kernels that nobody has asked for yet are compiled side by side
-            firsts = [layers.ops[0].launches(dims) for layers in self._layers]
-            self._loader.load_all(launch.spec for launches in firsts for launch in launches)
-            self._fresh = False
+        if self._fresh:
+            self.prepare(dims)
         for layers, k in self._order:
             if k == 0:
                 layers.fit(dims)
