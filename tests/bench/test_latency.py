@@ -24,7 +24,7 @@ def test_latency_as_json_holds_the_table(monkeypatch, capsys, name):
     engine = SimpleNamespace(model=SimpleNamespace(config=MODEL))
     monkeypatch.setattr(latency, "LLM", lambda **_: nullcontext(SimpleNamespace(engine=engine)))
     monkeypatch.setattr(latency, "decode_times", lambda *args, **kwargs: (2e-3, 1e-4))
-    monkeypatch.setattr(latency, "graph_seconds", lambda engine, batch, context: 1.6e-3)
+    monkeypatch.setattr(latency, "graph_seconds", lambda engine, batch, context, settle: 1.6e-3)
     latency.bench_latency(DUMMY, [1, 4], [256], as_json=True, host=False)
 
     def refuse(constant):

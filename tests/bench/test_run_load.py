@@ -22,7 +22,9 @@ def engine():
 
 
 def load(*requests):
-    return Load("test", [LoadRequest([1] * n, output, at) for n, output, at in requests])
+    prompts = [[i] * n for i, (n, _, _) in enumerate(requests)]  # none is a prefix of another
+    rest = [LoadRequest(ids, *r[1:]) for ids, r in zip(prompts, requests, strict=True)]
+    return Load("test", rest)
 
 
 def test_all_requests_run_to_their_lengths_and_steps_are_counted(engine):

@@ -356,7 +356,8 @@ def open_gpu_engine(golden):
 
 @pytest.mark.gpu
 def test_decode_steps_on_a_gpu_allocate_nothing_and_wait_once(open_gpu_engine):
-    check_decode_path(calls_by_step(open_gpu_engine(max_model_len=2048), 200))
+    engine = open_gpu_engine(max_model_len=2048, wait_for_kernels=True)
+    check_decode_path(calls_by_step(engine, 200))
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ def bench_latency(
         for batch, context in itertools.product(batches, contexts):
             settle = min(SETTLE_STEPS, context // 2)
             seconds, host_seconds = decode_times(llm.engine, batch, context, settle=settle)
-            graph = graph_seconds(llm.engine, batch, context)
+            graph = graph_seconds(llm.engine, batch, context, settle)
             num_bytes, floor = step_floor(
                 llm.engine.model.config, config.block_size, batch, context, rates
             )
@@ -103,7 +103,7 @@ def full_batches(config: EngineConfig, max_model_len: int) -> EngineConfig:
     return replace(config, max_model_len=max_model_len, preemption_threshold=1.0)
 
 
-def graph_seconds(engine: LLMEngine, batch: int, context: int) -> float:
+def graph_seconds(engine: LLMEngine, batch: int, context: int, settle: int) -> float:
     """Seconds of the graph of such a step, replayed without the engine around it.
 
     Nothing may be running; what the KV cache holds is lost.
@@ -111,7 +111,7 @@ def graph_seconds(engine: LLMEngine, batch: int, context: int) -> float:
     backend = engine.backend
     assert isinstance(backend.executor, CudaExecutor)
     steps = SyntheticSteps(backend.executor, backend.limits, engine.model.config.vocab_size)
-    return steps.graph_seconds("decode.plain", batch, context)
+    return steps.graph_seconds("decode.plain", batch, context, settle)
 
 
 def decode_times(

@@ -91,13 +91,15 @@ class SyntheticSteps:
         ids = self._rng.integers(0, self._vocab, rows * length)
         return Batch(prefill_dims(rows, length), self._inputs(np.arange(rows), starts, ids))
 
-    def graph_seconds(self, program: str, rows: int, context: int) -> float:
+    def graph_seconds(self, program: str, rows: int, context: int, settle: int = 0) -> float:
         """Time of a decode step as a graph replayed on its own, padded as the engine pads it.
 
         `set_rows` is done here; the middle one of the replays measured has the context named.
+        `settle` replays more come before those.
         """
-        first = max(0, context - 1 - WARMUP_REPLAYS - GRAPH_REPLAYS // 2)
-        last = first + WARMUP_REPLAYS + GRAPH_REPLAYS - 1
+        warmup = WARMUP_REPLAYS + settle
+        first = max(0, context - 1 - warmup - GRAPH_REPLAYS // 2)
+        last = first + warmup + GRAPH_REPLAYS - 1
         self.set_rows(rows, first, last + 1)
         step = self.decode(rows, last + 1, row_bucket(rows, self._limits["R"]))
         self._executor.run(program, step.dims, step.inputs, ()).discard()
@@ -105,7 +107,7 @@ class SyntheticSteps:
         by_op = self._executor.launches_by_op(program, step.dims)
         launches = [launch for _, launches in by_op for launch in launches]
         with captured(launches, self._executor.stream) as graph:
-            return replay_seconds(graph, self._executor.stream, GRAPH_REPLAYS)
+            return replay_seconds(graph, self._executor.stream, GRAPH_REPLAYS, warmup)
 
     def _inputs(
         self, slots: np.ndarray, starts: np.ndarray, ids: np.ndarray

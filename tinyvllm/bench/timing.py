@@ -22,12 +22,14 @@ def captured(launches: Iterable[PreparedLaunch], stream: Stream) -> GraphExec:
         return graph.instantiate()
 
 
-def replay_seconds(graph: GraphExec, stream: Stream, replays: int) -> float:
+def replay_seconds(
+    graph: GraphExec, stream: Stream, replays: int, warmup: int = WARMUP_REPLAYS
+) -> float:
     """Median time of a replay of the graph, from the end of the replay before it to its own.
 
     All replays are queued at once: the host is ahead of the device and out of the measurement.
     """
-    events = [Event(timing=True) for _ in range(WARMUP_REPLAYS + replays + 1)]
+    events = [Event(timing=True) for _ in range(warmup + replays + 1)]
     events[0].record(stream)
     for event in events[1:]:
         graph.run(stream)
@@ -36,4 +38,4 @@ def replay_seconds(graph: GraphExec, stream: Stream, replays: int) -> float:
     times = [end.elapsed_ms(start) for start, end in itertools.pairwise(events)]
     for event in events:
         event.close()
-    return statistics.median(times[WARMUP_REPLAYS:]) / 1e3
+    return statistics.median(times[warmup:]) / 1e3
