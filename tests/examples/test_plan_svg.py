@@ -20,7 +20,7 @@ def test_the_picture_is_drawn(tmp_path):
     result = run(tmp_path / "plan.svg")
     assert result.returncode == 0, result.stderr
     assert "prefill.plain, 8192 tokens, arena" in result.stdout
-    assert "the memory of layer0.input_layernorm then serves scratch.attention, silu_mul" in result.stdout
+    assert "the memory of layer0.x then serves post_attention_layernorm" in result.stdout
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
