@@ -3,9 +3,9 @@
 //
 // Operands: matmul_tile.cuh; x and weight come as tensor maps, read in boxes of 64 elements of K.
 // A tile of y has 64 * PARTS rows for each of CONSUMERS warpgroups, and BN weight rows. A producer
-// warp fills STAGES buffers in shared memory by TMA; the consumers multiply from there by wgmma and
-// store their rows, while the producer is already loading for the next tile. Blocks stay and take
-// tile after tile.
+// warp fills STAGES buffers in shared memory by TMA, two at a time for the smallest tiles; the
+// consumers multiply from there by wgmma and store their rows, while the producer is already loading
+// for the next tile. Blocks stay and take tile after tile.
 //
 // With ALTERNATE each consumer has tiles of its own, of 64 * PARTS rows: one stores while another
 // multiplies.
@@ -37,7 +37,8 @@ __device__ __forceinline__ void init_barriers(u32 full, u32 empty, u32 turn, int
   }
 }
 
-// A step of the pipeline: 64 elements of K, the k-th, of a tile and its place in the grid of tiles.
+// A step of the pipeline: what a stage holds of K, the k-th, of a tile and its place in the grid of
+// tiles.
 struct Step {
   int tile, m, n, k;
 };
@@ -66,6 +67,12 @@ __host__ __device__ constexpr int producer_threads(int consumers, int sums, bool
   return consumers == 2 && sums >= 96 && !split ? 128 : 32;
 }
 
+// Steps of 64 elements of K that are loaded and multiplied together: two where a tile is so small
+// that waiting for a stage takes a good part of a step's time.
+__host__ __device__ constexpr int boxes_per_stage(int rows, int cols) {
+  return rows * cols <= 64 * 64 ? 2 : 1;
+}
+
 // `store_rows` is RowStore or what stands in its place, but for the address of its buffer.
 template <typename T, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER, bool ALTERNATE,
           bool SPLIT, typename Store>
@@ -79,16 +86,19 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   constexpr int kThreads = 128 * CONSUMERS + kProducers;
   constexpr u32 kWeightBytes = BN * kTileK * sizeof(T);
   constexpr u32 kXBytes = kBM * kTileK * sizeof(T);
-  constexpr u32 kStageBytes = kWeightBytes + kXBytes;
-  constexpr u32 kBufferBytes = Store::Pieces::kBytes;  // of a warp
+  constexpr u32 kBoxBytes = kWeightBytes + kXBytes;
+  constexpr int kBoxes = boxes_per_stage(kBM, BN);
+  constexpr int kStages = STAGES / kBoxes;
+  constexpr u32 kStageBytes = kBoxes * kBoxBytes;
+  constexpr u32 kBufferBytes = SPLIT ? 0 : Store::Pieces::kBytes;  // of a warp
   static_assert(!SPLIT || (!ALTERNATE && CLUSTER == 1));
 
   extern __shared__ __align__(1024) u8 shared[];  // stages: weight tile, x tile; then the rest
   const u32 stages = smem_address(shared);
-  const u32 buffers = stages + STAGES * kStageBytes;
+  const u32 buffers = stages + kStages * kStageBytes;
   const u32 full = buffers + 4 * CONSUMERS * kBufferBytes;
-  const u32 empty = full + 8 * STAGES;
-  const u32 turn = empty + 8 * STAGES;
+  const u32 empty = full + 8 * kStages;
+  const u32 turn = empty + 8 * kStages;
   const u32 summed = turn + 8 * CONSUMERS;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
@@ -97,9 +107,9 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   const int rank = blockIdx.x % blocks;
   const int tiles_m = ceil_div(M, kBM * CLUSTER);
   const int tiles_n = ceil_div(N, BN);
-  const int k_tiles = ceil_div(K, kTileK);
-  const int k_first = SPLIT ? k_tiles * rank / split : 0;
-  const int k_last = SPLIT ? k_tiles * (rank + 1) / split : k_tiles;
+  const int k_steps = ceil_div(K, kBoxes * kTileK);
+  const int k_first = SPLIT ? k_steps * rank / split : 0;
+  const int k_last = SPLIT ? k_steps * (rank + 1) / split : k_steps;
 
   const int stride = gridDim.x / blocks;
   const Tiles tiles = {tiles_m, tiles_n, group, stride, k_first, k_last};
@@ -114,34 +124,40 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   const bool once = tiles_m == 1 && sizeof(typename Store::Output) == 2;
   const u64 first_out = evict_first_policy();
   const auto load_weight = [&](int s) {
-    const u32 dst = stages + s * kStageBytes;
     const int row = step.n * BN;
     barrier_expect(full + 8 * s, kStageBytes);
-    const int k = step.k * kTileK;
-    if constexpr (CLUSTER == 1) {
-      if (once) {
-        tma_load(dst, weight_map, row, k, full + 8 * s, first_out);
+#pragma unroll
+    for (int box = 0; box < kBoxes; box++) {
+      const u32 dst = stages + s * kStageBytes + box * kBoxBytes;
+      const int k = (step.k * kBoxes + box) * kTileK;
+      if constexpr (CLUSTER == 1) {
+        if (once) {
+          tma_load(dst, weight_map, row, k, full + 8 * s, first_out);
+        } else {
+          tma_load(dst, weight_map, row, k, full + 8 * s);
+        }
       } else {
-        tma_load(dst, weight_map, row, k, full + 8 * s);
-      }
-    } else {
-      const u32 part = dst + rank * (kWeightBytes / CLUSTER);
-      const int part_row = row + rank * (BN / CLUSTER);
-      constexpr u16 kAll = (1 << CLUSTER) - 1;
-      if (once) {
-        tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll, first_out);
-      } else {
-        tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll);
+        const u32 part = dst + rank * (kWeightBytes / CLUSTER);
+        const int part_row = row + rank * (BN / CLUSTER);
+        constexpr u16 kAll = (1 << CLUSTER) - 1;
+        if (once) {
+          tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll, first_out);
+        } else {
+          tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll);
+        }
       }
     }
   };
   const auto load_x = [&](int s) {
-    tma_load(stages + s * kStageBytes + kWeightBytes, x_map, row_of(step), step.k * kTileK,
-             full + 8 * s);
+#pragma unroll
+    for (int box = 0; box < kBoxes; box++) {
+      tma_load(stages + s * kStageBytes + box * kBoxBytes + kWeightBytes, x_map, row_of(step),
+               (step.k * kBoxes + box) * kTileK, full + 8 * s);
+    }
   };
 
   const SplitSum<BN> split_sum = {stages, summed, rank, split, min(kBM, M - row_of(step))};
-  init_barriers<STAGES, CONSUMERS>(full, empty, turn, 4 * (CONSUMERS / kTakers) * CLUSTER);
+  init_barriers<kStages, CONSUMERS>(full, empty, turn, 4 * (CONSUMERS / kTakers) * CLUSTER);
   if constexpr (SPLIT) split_sum.init();
   if constexpr (CLUSTER > 1) {
     cluster_arrive();
@@ -152,7 +168,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   // The first weights are on their way before the kernel that makes x has ended.
   const bool producer = threadIdx.x == 128 * CONSUMERS;
   int loaded = 0;
-  for (; producer && loaded < STAGES && step.tile < tiles.count(); loaded++, tiles.advance(step)) {
+  for (; producer && loaded < kStages && step.tile < tiles.count(); loaded++, tiles.advance(step)) {
     load_weight(loaded);
   }
   wait_for_previous();
@@ -169,7 +185,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
       const auto next_empty = [&] {
         barrier_wait(empty + 8 * s, parity);
         const int stage = s;
-        if (++s == STAGES) {
+        if (++s == kStages) {
           s = 0;
           parity ^= 1;
         }
@@ -203,8 +219,8 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
     // Stages with tiles of the other consumers.
     const auto skip = [&](int num_tiles) {
       const int to = s + num_tiles * (k_last - k_first);
-      s = to % STAGES;
-      parity ^= to / STAGES & 1;
+      s = to % kStages;
+      parity ^= to / kStages & 1;
     };
     if constexpr (ALTERNATE) {
       step = tiles.step(step.tile + warpgroup * tiles.stride);
@@ -217,27 +233,33 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
         barrier_wait(turn + 8 * warpgroup, turn_parity);
         turn_parity ^= 1;
       }
+      const int row0 = row_of(step) + first_row;
+      typename Store::Ahead ahead;
+      if constexpr (!SPLIT) store_rows.load(ahead, row0, step.n * BN);
       float sum[PARTS][BN / 2] = {};
       int before = 0;
       for (int k = k_first; k < k_last; k++) {
         barrier_wait(full + 8 * s, parity);
-        const u32 weight_tile = stages + s * kStageBytes;
-        const u32 x_tile = weight_tile + kWeightBytes + first_part * (64 * kTileK * sizeof(T));
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kTileK / 16; i++) {
+        for (int box = 0; box < kBoxes; box++) {
+          const u32 weight_tile = stages + s * kStageBytes + box * kBoxBytes;
+          const u32 x_tile = weight_tile + kWeightBytes + first_part * (64 * kTileK * sizeof(T));
 #pragma unroll
-          for (int part = 0; part < PARTS; part++) {
-            wgmma<T, BN>(sum[part],
-                         wgmma_tile(x_tile + part * (64 * kTileK * sizeof(T)) + i * 32),
-                         wgmma_tile(weight_tile + i * 32));
+          for (int i = 0; i < kTileK / 16; i++) {
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+              wgmma<T, BN>(sum[part],
+                           wgmma_tile(x_tile + part * (64 * kTileK * sizeof(T)) + i * 32),
+                           wgmma_tile(weight_tile + i * 32));
+            }
           }
         }
         wgmma_commit();
         wgmma_wait<1>();  // the products before have been read
         if (k > k_first) release(before);
         before = s;
-        if (++s == STAGES) {
+        if (++s == kStages) {
           s = 0;
           parity ^= 1;
         }
@@ -253,9 +275,6 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
 #pragma unroll
         for (int part = 0; part < PARTS; part++) split_sum.send(sum[part], first_row + part * 64);
       } else {
-        const int row0 = row_of(step) + first_row;
-        typename Store::Ahead ahead;
-        store_rows.load(ahead, row0, step.n * BN);
         wgmma_wait<0>();
         release(before);
 #pragma unroll

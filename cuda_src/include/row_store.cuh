@@ -139,7 +139,7 @@ __device__ __forceinline__ void add_bias(float (&sum)[BN / 2], const T* bias, in
 }
 
 // Sums get bias and residual and become y. It and others that stand in its place tell the kernel
-// what follows from the tile by their types; load() is called before the sums are complete, store()
+// what follows from the tile by their types; load() is called before the products, store() after them
 // with what it has loaded, for 16 rows of a tile that begins at `weight_row`.
 template <typename T, typename Out, int BN, bool SILU> struct RowStore {
   using Output = Out;

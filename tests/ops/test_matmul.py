@@ -121,8 +121,8 @@ def operands(M, N, K, act=DType.BF16, dtype=None):
 def test_launch_takes_grid_and_cluster_from_the_choice():
     launch = matmul.matmul_launch(operands(64, 2048, 8192), H200)
     assert (launch.grid, launch.cluster, launch.args[-2]) == ((96, 1, 1), 3, 3)
-    launch = matmul.matmul_launch(operands(128, 2048, 2048), H200)
-    assert (launch.grid, launch.cluster, launch.args[-2]) == ((64, 1, 1), 2, 1)
+    launch = matmul.matmul_launch(operands(256, 3072, 2048), H200)
+    assert (launch.grid, launch.cluster, launch.args[-2]) == ((128, 1, 1), 2, 1)
     launch = matmul.matmul_launch(operands(32, 2048, 8192), H200)
     assert (launch.grid, launch.cluster, launch.args[-1]) == ((160, 1, 1), 5, 5)
     launch = matmul.matmul_launch(operands(1, 2048, 2048), H200)
@@ -281,6 +281,7 @@ HOPPER_LAUNCHES = [
     )
     for tile in HOPPER_TILES
     for split in sorted({1, tile.max_split})
+    if tile.smem(split) <= H200.smem_per_block
     for act in (DType.BF16, DType.FP16)
     if act is DType.BF16 or (tile.cols, split) in {(64, 6), (256, 1)}  # types differ in few places
 ]

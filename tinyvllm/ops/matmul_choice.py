@@ -88,7 +88,9 @@ MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs
 MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
 HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
 HOPPER_CLUSTERED = 256
+HOPPER_MEETING = 0.5  # us that blocks wait for each other's start in a cluster
 HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
+HOPPER_L2_PAIRS = 13e6  # where two stages are loaded together, all of K by one block
 ROPE_ROWS = {64: 33, 128: 65}  # by head_dim: rows from which on tiles have whole heads
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
 
@@ -158,7 +160,7 @@ def hopper_choice(
         (*tile, split > 1),
         clusters * together,
         tile.threads(split),
-        tile.smem,
+        tile.smem(split),
         split,
         cluster=together,
         boxes=(tile.rows, tile.cols // tile.cluster),
@@ -204,10 +206,15 @@ def _split(tile: Tile | WideTile, M: int, N: int, K: int, device: DeviceInfo) ->
 def _hopper_splits(tile: HopperTile, M: int, N: int, K: int, device: DeviceInfo) -> list[int]:
     """Over how many blocks K may be shared out: those of a cluster that finds its places."""
     tiles = _tiles(tile, M, N)
-    most = min(tile.max_split, ceil_div(K, TILE_K) // MIN_SPLIT_TILES)
+    most = max(min(tile.max_split, ceil_div(K, TILE_K) // MIN_SPLIT_TILES), 1)
     clustered = int(MAX_CLUSTERED * device.num_sms)
-    places = {2: device.num_sms}  # pairs find them on all SMs
-    return [1, *(s for s in range(2, most + 1) if tiles * s <= places.get(s, clustered))]
+    # Pairs find them on all SMs, and three fives in each part of the chip, of 16 or 18 SMs.
+    places = {1: 1 << 31, 2: device.num_sms, 5: device.num_sms * 5 // 6}
+    return [
+        s
+        for s in range(1, most + 1)
+        if tiles * s <= places.get(s, clustered) and tile.smem(s) <= device.smem_per_block
+    ]
 
 
 @lru_cache(4096)
@@ -231,9 +238,12 @@ def _hopper_tile(
         waves = ceil_div(tiles * split, device.num_sms)
         products = waves * HOPPER_US[tile][silu] * K / 2048 / split
         edges = HOPPER_EDGES * (1 if tile.alternate else waves)
+        speed = HOPPER_L2_PAIRS if tile.boxes == 2 and split == 1 else HOPPER_L2
         loaded = tiles * (tile.rows + tile.cols / tile.cluster) * K * 2
-        summed = 1 + 0.5 * split + tile.rows * tile.cols / 5000 if split > 1 else 0.0
-        return edges + max(products, loaded / HOPPER_L2) + summed
+        summed = 1 + 0.4 * split + tile.rows * tile.cols / 4000 if split > 1 else 0.0
+        if tile.cluster > 1:
+            edges += HOPPER_MEETING
+        return edges + max(products, loaded / speed) + summed
 
     # No warpgroup is without rows. Clusters were measured for up to HOPPER_CLUSTERED rows.
     tiles = [
@@ -241,7 +251,7 @@ def _hopper_tile(
         for t in HOPPER_US
         if t.rows * t.cluster < M + 64
         and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
-        and not (head_dim and t.cols % head_dim)
+        and not (head_dim and (t.cols % head_dim or t.smem(1) > device.smem_per_block))
     ]
     if head_dim:  # three consumers have no registers to spare for sines
         tiles = [t for t in tiles if t.consumers < 3]

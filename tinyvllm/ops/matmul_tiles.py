@@ -7,12 +7,12 @@ products, interleaved with cuBLAS, whose time stands below). 2x, 3x: in clusters
     M     qkv 3072x2048    o 2048x2048      gate_up 16384x2048  down 2048x8192   head 128256x2048
     64    64x64     6.8    64x64/3    6.2   64x64       16.9    64x64/3    12.2  64x64     134.0
           cuBLAS    6.4               6.0               18.7               14.3            140.0
-    128   2x64x64   7.7    2x64x64    6.9   128x128     18.6    128x64/3   15.6  128x128   152.6
-          cuBLAS    7.0               6.7               20.9               17.1            142.0
-    192   3x64x96   8.3    2x64x64    8.3   192x128     22.1    192x128/6  20.3
-          cuBLAS    8.2               6.7               23.0               22.5
-    256   2x64x128  8.8    2x64x64    8.1   128x256     27.8    128x128/3  21.3  128x256   228.3
-          cuBLAS    7.9               6.7               27.6               21.6            200.9
+    128   64x64     6.8    64x64      6.1   128x128     18.6    128x96/5   14.8  a128x128  154.0
+          cuBLAS    7.0               6.8               20.9               17.0            149.3
+    192   3x64x96   8.3    2x64x64    8.3   192x128     22.1    192x96/5   18.1
+          cuBLAS    8.2               6.7               23.0               22.7
+    256   2x64x96   8.9    64x64      7.2   2x128x256   26.1    2x64x64    22.7  a128x128  218.3
+          cuBLAS    7.9               6.3               26.6               21.4            200.1
     512   128x128  12.3    128x128   11.3   a128x128    52.4    128x128/2  33.2
           cuBLAS   11.1               9.2               54.7               29.3
     1024  128x192  18.6    128x128   13.2   a128x128   101.5    128x128    46.2
@@ -106,7 +106,8 @@ class HopperTile(NamedTuple):
     """A specialisation of matmul_hopper.cu: a tile of y, its pipeline, how blocks work together.
 
     A tile has 64 * `parts` rows for each of `consumers` warpgroups, unless these `alternate`, and
-    `cols` columns. A cluster of `cluster` tiles next to each other along M shares the weights.
+    `cols` columns. A stage holds 64 elements of K. A cluster of `cluster` tiles next to each other
+    along M shares the weights.
     """
 
     parts: int
@@ -119,6 +120,11 @@ class HopperTile(NamedTuple):
     @property
     def rows(self) -> int:
         return 64 * self.parts * (1 if self.alternate else self.consumers)
+
+    @property
+    def boxes(self) -> int:
+        """Stages that are loaded and multiplied together, as the kernel has it."""
+        return 2 if self.rows * self.cols <= 64 * 64 else 1
 
     @property
     def max_split(self) -> int:
@@ -136,12 +142,12 @@ class HopperTile(NamedTuple):
         cols = self.cols // 2 if silu else self.cols
         return next(c for c in (64, 32, 16) if cols % c == 0)
 
-    @property
-    def smem(self) -> int:
-        """Bytes of dynamic shared memory: stages, a buffer for each warp's results, barriers."""
+    def smem(self, split: int) -> int:
+        """Bytes of dynamic shared memory: stages, without split a buffer for each warp's results,
+        barriers."""
         tiles = self.stages * (self.rows + self.cols) * TILE_K * 2
-        barriers = 2 * self.stages + self.consumers + 1
-        return tiles + self.consumers * 4 * HOPPER_WARP_BUFFER + 8 * barriers
+        buffers = self.consumers * 4 * HOPPER_WARP_BUFFER if split == 1 else 0
+        return tiles + buffers + 8 * (2 * self.stages + self.consumers + 1)
 
     def threads(self, split: int) -> int:
         """Consumers and the producer: a warpgroup where it gives away registers."""
@@ -163,14 +169,18 @@ WIDE_TILES = (WideTile(16, 11), WideTile(32, 9))
 # What a tile's products take for K = 2048 on a busy H200, in us, alone and with the SiLU product.
 HOPPER_US = {
     HopperTile(1, 1, 64, 12): (5.0, 5.0),
-    HopperTile(1, 1, 64, 12, cluster=2): (4.9, 4.9),
+    HopperTile(1, 1, 64, 12, cluster=2): (4.75, 4.75),
+    HopperTile(1, 1, 96, 8, cluster=2): (6.2, 6.5),
     HopperTile(1, 1, 96, 8, cluster=3): (5.5, 5.8),
-    HopperTile(1, 1, 128, 8, cluster=2): (6.0, 6.3),
+    HopperTile(1, 1, 128, 8, cluster=2): (6.3, 6.9),
     HopperTile(1, 2, 64, 8): (7.0, 7.7),
+    HopperTile(1, 2, 96, 7): (8.6, 9.6),  # this one and the next with K split only
+    HopperTile(1, 3, 96, 5): (12.5, 13.5),
     HopperTile(1, 2, 128, 6): (10.3, 12.0),
     HopperTile(1, 3, 128, 4): (18.6, 19.6),
     HopperTile(1, 2, 192, 4): (18.6, 19.5),
     HopperTile(1, 2, 256, 4): (24.4, 25.5),
+    HopperTile(1, 2, 256, 4, cluster=2): (24.0, 24.6),
     HopperTile(2, 2, 128, 6, alternate=True): (12.1, 12.5),
 }
 # Products of this many rows last so long that the card lowers its clock for want of power. The tile
@@ -178,4 +188,4 @@ HOPPER_US = {
 HOPPER_LARGE_ROWS = 4096
 HOPPER_LARGE = HopperTile(1, 2, 256, 4, cluster=2)
 HOPPER_LARGE_ROPE = {64: HopperTile(1, 2, 192, 4), 128: HopperTile(1, 2, 256, 4)}  # by head_dim
-HOPPER_TILES = (*HOPPER_US, HOPPER_LARGE)
+HOPPER_TILES = tuple(HOPPER_US)
