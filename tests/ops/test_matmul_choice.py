@@ -12,6 +12,7 @@ from tinyvllm.ops.matmul_choice import (
     MATMUL,
     MATMUL_FEW_ROWS,
     MATMUL_HOPPER,
+    MATMUL_LARGE,
     MATMUL_WIDE,
     choose,
 )
@@ -21,6 +22,7 @@ from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS_MAX,
     FEW_ROWS_STEP,
     HOPPER_TILES,
+    LARGE_US,
     SPLIT_TILES,
     TILES,
     WIDE_TILES,
@@ -61,6 +63,9 @@ def test_every_choice_covers_the_result_and_fits_the_device(N, K, device):
             tiles = -(-M // rows) * -(-N // cols)
             if choice.kernel is MATMUL_HOPPER and choice.split == 1:
                 tiles = min(tiles, device.num_sms // choice.cluster) * choice.cluster
+            if choice.kernel is MATMUL_LARGE:
+                per_sm = (device.smem_per_block + 1024) // (choice.smem + 1024)
+                tiles = min(tiles, min(per_sm, 2) * device.num_sms)  # blocks that stay
             assert choice.blocks == tiles * choice.split
             assert choice.kernel not in (MATMUL_FEW_ROWS, MATMUL_WIDE) or rows >= M
             assert choice.smem <= device.smem_per_block and choice.threads <= 512
@@ -146,17 +151,43 @@ def test_few_rows_are_split_on_the_portable_path_too(M, N, tile):
     assert choose(M, N, 2048, A100).split == 1
 
 
+@pytest.mark.parametrize("device", [PORTABLE, *(replace(d, num_sms=132) for d in (A100, L40S))])
 @pytest.mark.parametrize(
-    "M, N, rows, cols",
+    "M, N, kernel, tile",
     [
-        (8192, 2048, 128, 128),
-        (8192, 16384, 128, 128),
-        (256, 2048, 64, 64),  # 128 tiles for 132 SMs; of 128 x 128 there would be 32
-        (1024, 2048, 128, 128),
+        (65, 2048, MATMUL, (32, 64)),
+        (128, 2048, MATMUL, (32, 64)),
+        (128, 16384, MATMUL_LARGE, (128, 128)),
+        (256, 2048, MATMUL, (64, 64)),  # 128 tiles for 132 SMs; of 128 x 128 there would be 32
+        (256, 16384, MATMUL_LARGE, (256, 128)),
+        (512, 2048, MATMUL, (64, 64)),
+        (512, 3072, MATMUL_LARGE, (128, 128)),
+        (1024, 2048, MATMUL_LARGE, (128, 128)),
+        (1024, 3072, MATMUL_LARGE, (256, 128)),
+        (8192, 2048, MATMUL_LARGE, (256, 128)),
+        (8192, 16384, MATMUL_LARGE, (256, 128)),
     ],
 )
-def test_tiles_without_clusters_fill_the_card(M, N, rows, cols):
-    assert tile_of(choose(M, N, 2048, replace(A100, num_sms=132))) == (rows, cols)
+def test_tiles_without_clusters_fill_the_card(device, M, N, kernel, tile):
+    choice = choose(M, N, 2048, device)
+    assert (choice.kernel, tile_of(choice), choice.split) == (kernel, tile, 1)
+
+
+def test_a_wave_of_blocks_has_each_an_sm_of_its_own():
+    for device in DEVICES[1:]:
+        for M, N, K in ((128, 2048, 2048), (512, 3072, 2048), (1024, 2048, 8192)):
+            choice = choose(M, N, K, device)
+            if choice.blocks <= device.num_sms:
+                assert 2 * (choice.smem + 1024) > device.smem_per_block + 1024
+
+
+@pytest.mark.parametrize("tile", LARGE_US)
+def test_large_tiles_fit_fragments_and_shared_memory(tile):
+    assert tile.rows % (16 * tile.warps_m) == 0
+    assert tile.cols % (32 * tile.warps_n) == 0  # results of the SiLU product: 16 columns or more
+    assert tile.smem <= 163 << 10
+    small = 99 << 10  # what a block may have on sm_86, sm_89 and sm_120
+    assert any(t[:4] == tile[:4] and t.smem <= small for t in LARGE_US)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.name}-{d.kernel_path}")

@@ -84,7 +84,7 @@ def test_two_kernels_elsewhere():
     assert product.spec.kernel is MATMUL_WIDE and rest.spec.kernel.entry == "rope_kv_write_kernel"
     assert launches(64, H200, 128)[0].spec.kernel is MATMUL_HOPPER
     assert launches(300, H200, 96)[0].spec.kernel is MATMUL_HOPPER
-    assert [one.spec.kernel.file for one in launches(300, A100)] == ["matmul.cu", "rope.cu"]
+    assert [one.spec.kernel.file for one in launches(300, A100)] == ["matmul_large.cu", "rope.cu"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
 from tinyvllm.memory.array import DeviceArray
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, MATMUL_HOPPER, Choice, choose
+from tinyvllm.ops.matmul_choice import (
+    MATMUL_FEW_ROWS,
+    MATMUL_HOPPER,
+    MATMUL_LARGE,
+    Choice,
+    choose,
+)
 from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program
@@ -58,7 +64,8 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
         args["eps"] = 0.0 if norm_weight is None else a.eps
     else:
         assert norm_weight is None
-        args["split"] = choice.split
+        if choice.kernel is not MATMUL_LARGE:
+            args["split"] = choice.split
     return choice.kernel(a.act, a.y.dtype, *template).launch(
         (choice.blocks,),
         choice.threads,

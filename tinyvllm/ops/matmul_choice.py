@@ -40,12 +40,14 @@ from tinyvllm.ops.matmul_tiles import (
     HOPPER_LARGE_ROPE,
     HOPPER_LARGE_ROWS,
     HOPPER_US,
+    LARGE_US,
     SPLIT_TILES,
     TILE_K,
     TILES,
     WIDE_TILES,
     FewRows,
     HopperTile,
+    LargeTile,
     Tile,
     WideTile,
 )
@@ -56,6 +58,7 @@ _SIGNATURE = (
     "i32 x_stride, i32 residual_stride, i32 y_stride"
 )
 MATMUL = Kernel("matmul.cu", "matmul_kernel", f"{_SIGNATURE}, i32 split", pdl=True)
+MATMUL_LARGE = Kernel("matmul_large.cu", "matmul_large_kernel", _SIGNATURE, pdl=True)
 MATMUL_WIDE = Kernel(
     "matmul_wide.cu", "matmul_wide_kernel", f"{_SIGNATURE}, i32 split", arch="sm_90a", pdl=True
 )
@@ -131,7 +134,7 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
         return Choice(
             MATMUL, small[:5], tiles * split, small.threads, small.smem, split, cluster=split
         )
-    return _large_tiles(M, N, device)
+    return _large_tiles(M, N, device) or _whole_tiles(M, N, device)
 
 
 def choose_rope(M: int, N: int, K: int, head_dim: int, device: DeviceInfo) -> Choice | None:
@@ -186,12 +189,12 @@ def _has_clusters(device: DeviceInfo) -> bool:
     return device.compute_capability >= (9, 0)
 
 
-def _tiles(tile: Tile | WideTile | HopperTile, M: int, N: int) -> int:
+def _tiles(tile: Tile | LargeTile | WideTile | HopperTile, M: int, N: int) -> int:
     cluster = tile.cluster if isinstance(tile, HopperTile) else 1
     return ceil_div(M, tile.rows * cluster) * cluster * ceil_div(N, tile.cols)
 
 
-def _places(tile: Tile | WideTile, device: DeviceInfo) -> int:
+def _places(tile: Tile | LargeTile | WideTile, device: DeviceInfo) -> int:
     """Blocks that the device runs at once, by their shared memory."""
     smem = device.smem_per_block + SM_RESERVED
     return device.num_sms * (smem // (tile.smem + SM_RESERVED))
@@ -259,7 +262,37 @@ def _hopper_tile(
     return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
 
-def _large_tiles(M: int, N: int, device: DeviceInfo) -> Choice:
+def _large_tiles(M: int, N: int, device: DeviceInfo) -> Choice | None:
+    """A tile of matmul_large.cu, where there are enough for half of the SMs.
+
+    The one with the least time for the blocks that have most tiles, alone or in pairs on an SM.
+    """
+    if SPLIT_TILES[-1].rows >= M or 2 * ceil_div(M, 128) * ceil_div(N, 128) < device.num_sms:
+        return None
+
+    def time(of: tuple[LargeTile, int]) -> float:
+        tile, per_sm = of
+        waves = ceil_div(_tiles(tile, M, N), per_sm * device.num_sms)
+        return waves * LARGE_US[tile][per_sm - 1]
+
+    fitting = [t for t in LARGE_US if t.smem <= device.smem_per_block]
+    most = {t: min(_places(t, device) // device.num_sms, 2) for t in fitting}
+    tile, per_sm = min(((t, n) for t in fitting for n in range(1, most[t] + 1)), key=time)
+    smem = tile.smem if per_sm > 1 else _alone(tile, device)
+    blocks = min(_tiles(tile, M, N), per_sm * device.num_sms)
+    return Choice(MATMUL_LARGE, tuple(tile), blocks, tile.threads, smem)
+
+
+def _alone(tile: Tile | LargeTile, device: DeviceInfo) -> int:
+    """Bytes of shared memory with which an SM has room for one block.
+
+    Started early, blocks crowd onto the SMs that are free already, two or three on one, and the
+    others stay idle (measured at batch 32: 1.96 instead of 1.26 ms a step).
+    """
+    return max(tile.smem, device.smem_per_block // 2 + 1024)
+
+
+def _whole_tiles(M: int, N: int, device: DeviceInfo) -> Choice:
     """A tile of matmul.cu without split.
 
     Large tiles are faster each, but too few of them leave SMs idle. The estimated time is the
@@ -272,10 +305,6 @@ def _large_tiles(M: int, N: int, device: DeviceInfo) -> Choice:
 
     tile = min(TILES, key=time)
     blocks = _tiles(tile, M, N)
-    smem, one_wave = tile.smem, blocks <= device.num_sms
-    if one_wave:
-        # Started early, blocks crowd onto the SMs that are free already, two or three on one, and
-        # the others stay idle (measured at batch 32: 1.96 instead of 1.26 ms a step). With more
-        # than half of an SM's memory each, there is room for one.
-        smem = max(smem, device.smem_per_block // 2 + 1024)
+    one_wave = blocks <= device.num_sms
+    smem = _alone(tile, device) if one_wave else tile.smem
     return Choice(MATMUL, tile[:5], blocks, tile.threads, smem, pdl=one_wave)

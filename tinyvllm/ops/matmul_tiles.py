@@ -31,6 +31,7 @@ TILE_K = 64  # elements of K in a step, for all kernels here
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 HOPPER_MAX_SPLIT = 6
 HOPPER_WARP_BUFFER = 2 * 16 * 128  # bytes: two pieces of 16 rows of at most 128 bytes
+WARP_BUFFER = 16 * (128 + 16)  # in matmul_large.cu, rows are padded
 
 # Constants of matmul_few_rows.cu: rows of x, columns of y in a block, elements of K in a step.
 FEW_ROWS_MAX = 2
@@ -81,6 +82,27 @@ class Tile(NamedTuple):
     def smem(self) -> int:
         """Bytes of dynamic shared memory: x and weight tiles of 16-bit elements."""
         return self.stages * (self.rows + self.cols) * TILE_K * 2
+
+
+class LargeTile(NamedTuple):
+    """A specialisation of matmul_large.cu: the tile that a block computes, and its pipeline."""
+
+    rows: int
+    cols: int
+    warps_m: int
+    warps_n: int
+    depth: int  # elements of K in a stage
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        return self.warps_m * self.warps_n * 32
+
+    @property
+    def smem(self) -> int:
+        """Bytes of dynamic shared memory: x and weight tiles, a buffer for each warp's results."""
+        stages = self.stages * (self.rows + self.cols) * self.depth * 2
+        return stages + self.warps_m * self.warps_n * WARP_BUFFER
 
 
 class WideTile(NamedTuple):
@@ -165,6 +187,14 @@ TILES = (
 )
 # Up to 64 rows, by rows, where clusters exist: N is cut finely and K is split.
 SPLIT_TILES = (Tile(16, 64, 1, 4, 8, 0.25), TILES[2], TILES[1])
+# us for a tile of matmul_large.cu alone on an SM of an H200, and for two at a time; K = 2048. Of
+# two of a size the second needs less shared memory, for GPUs where the first has no room.
+LARGE_US = {
+    LargeTile(256, 128, 4, 2, 64, 3): (38.0, 76.0),
+    LargeTile(256, 128, 4, 2, 32, 3): (39.0, 78.0),
+    LargeTile(128, 128, 2, 2, 64, 3): (22.5, 40.0),
+    LargeTile(128, 128, 2, 2, 32, 4): (23.0, 41.0),
+}
 WIDE_TILES = (WideTile(16, 11), WideTile(32, 9))
 # What a tile's products take for K = 2048 on a busy H200, in us, alone and with the SiLU product.
 HOPPER_US = {
