@@ -172,6 +172,8 @@ def test_a_single_stop_text_is_one():
         ({"top_p": 0.5}, "filter", False),
         ({"min_p": 0.5}, "filter", False),
         ({"logit_bias": {}}, "plain", False),
+        ({"prompt_logprobs": 3}, "plain", False),
+        ({"logprobs": 0, "temperature": 0}, "filter", False),
         ({"logit_bias": {3: 1}, "temperature": 0}, "adjust", False),
         ({"min_tokens": 1, "top_k": 5}, "adjust", False),
         ({"bad_words": ["a"]}, "adjust", True),

@@ -23,7 +23,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128  # of several tokens
 MAX_BAD_WORD_TOKENS = 7
 
-SAMPLERS = ("plain", "filter", "adjust")  # each does what those before it do
+# Kinds of steps, each of which does what those before it do: no logits leave a "plain" one, so its
+# sampling may be a part of the product that computes them.
+SAMPLERS = ("plain", "filter", "adjust")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,9 @@ class SamplingParams:
         if self.counted or self.logit_bias or self.min_tokens:
             return "adjust"
         filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return "filter" if filtered and not self.greedy else "plain"
+        if (filtered and not self.greedy) or self.logprobs is not None:
+            return "filter"
+        return "plain"
 
 
 def bad_word_ids(

@@ -66,7 +66,7 @@ def step_logits(engine):
     step = engine.scheduler.schedule()
     batch = build_batch(step, engine.config.seed, engine.backend.limits)
     result = engine.backend.executor.run(
-        "prefill.plain", batch.dims, batch.inputs, ("tokens", "logits")
+        "prefill.filter", batch.dims, batch.inputs, ("tokens", "logits")
     ).get()
     engine.scheduler.update(step, result["tokens"].tolist())
     return result["logits"]

@@ -357,7 +357,9 @@ def test_close_with_steps_in_flight(open_engine):
     assert tokens_of(run(open_engine(async_scheduling=True), prompts)) == want
 
 
-@pytest.mark.parametrize("broken", ["prefill.plain", "decode.plain", "logprobs", "score", "finish"])
+@pytest.mark.parametrize(
+    "broken", ["prefill.filter", "decode.filter", "logprobs", "score", "finish"]
+)
 def test_after_an_error_all_streams_end_and_the_engine_goes_on(open_llm, monkeypatch, broken):
     """More often than there are places for results, so that one that is lost is missed."""
     llm = open_llm(async_scheduling=True)

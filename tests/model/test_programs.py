@@ -14,8 +14,12 @@ from tinyvllm.util import DType
 LLAMA = replace(PRESETS["llama-3.2-1b"], num_hidden_layers=2)
 
 
-def test_the_architecture_says_what_is_emitted(monkeypatch):
-    """The layers in order, the last into an output named hidden; the head for logits and scores."""
+@pytest.mark.parametrize(("sampler", "logits"), [("plain", False), ("filter", True)])
+def test_the_architecture_says_what_is_emitted(monkeypatch, sampler, logits):
+    """The layers in order, the last into an output named hidden; the head for logits and scores.
+
+    The logits are an output too, but of a plain step.
+    """
     calls = []
 
     def embed(p, c, out):
@@ -32,13 +36,13 @@ def test_the_architecture_says_what_is_emitted(monkeypatch):
 
     monkeypatch.setitem(ARCHITECTURES, "Mine", Architecture(embed, decoder_layer, head))
     mine = replace(LLAMA, architecture="Mine")
-    step_program(mine, "step", block_size=16)
+    step_program(mine, "step", block_size=16, sampler=sampler)
     score_program(mine, "score")
     assert calls == [
         ("embed", "x"),
         (0, "x", "layer0.x", False),
         (1, "layer0.x", "hidden", True),
-        ("head", "sampled_x", "logits", True),
+        ("head", "sampled_x", "logits", logits),
         ("head", "scored_x", "score_logits", False),
     ]
 

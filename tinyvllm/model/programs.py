@@ -26,7 +26,8 @@ def step_program(
 ) -> Program:
     """One step of the engine: edit the row state, run the model, sample, advance the rows.
 
-    `sampler` is one of SAMPLERS, at least that of each row. In `phase` "decode" no row joins.
+    `sampler` is one of SAMPLERS, at least that of each row; the logits are an output of all but
+    "plain". In `phase` "decode" no row joins.
 
     Run-time sizes: T tokens, R rows and R1 = R + 1, S sampled rows; D, Q and C as in the
     attention op; SLOTS, MB, NB, E and B: row slots, table length, blocks, capacity of the edits;
@@ -47,7 +48,7 @@ def step_program(
         out, out_kind = ("hidden", OUTPUT) if last else (f"layer{layer}.x", TEMP)
         x = model.decoder_layer(p, config, layer, x, out, out_kind)
     x = p.emit("select_rows", "sampled_x", x=x, index="sample_index")
-    logits = model.head(p, config, x, "logits", OUTPUT)
+    logits = model.head(p, config, x, "logits", TEMP if sampler == "plain" else OUTPUT)
     _sample(p, logits, sampler)
     p.emit(
         "advance_rows",
@@ -64,7 +65,7 @@ def edits_program(name: str) -> Program:
 
 
 def logprobs_program(config: ModelConfig, name: str) -> Program:
-    """Log-probabilities of the tokens that the step just before has sampled."""
+    """Log-probabilities of the tokens that the step just before has sampled, not a plain one."""
     p = Program(name)
     p.buffer("logits", ("S", config.vocab_size), DType.F32, EXTERNAL)
     p.buffer("tokens", ("S",), DType.I32, EXTERNAL)
