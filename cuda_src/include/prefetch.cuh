@@ -7,8 +7,10 @@
 __device__ __forceinline__ void prefetch_share(const void* begin, int bytes) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kPiece = 4096;
-  for (int at = (blockIdx.x + threadIdx.x * gridDim.x) * kPiece; at < bytes;
-       at += blockDim.x * gridDim.x * kPiece) {
+  const u32 pieces = ceil_div(bytes, kPiece);
+  // Pieces are counted, not bytes, which are too many for 32 bits where a grid has 4,096 blocks.
+  for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < pieces; i += blockDim.x * gridDim.x) {
+    const int at = i * kPiece;
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const u8*>(begin) +
                                                                   at),
                  "r"(min(kPiece, bytes - at)));

@@ -48,3 +48,14 @@ def test_bench_attention(device, capsys):
         (d, g) for d in attention.HEAD_DIMS for g in attention.GROUPS
     ]
     assert all(0.01 < r["share"] < 1.5 for r in rows)
+
+
+@pytest.mark.gpu(alone=True)
+def test_rows_beyond_4096_blocks_take_no_longer_than_others(device):
+    """Each row has a block for each KV head: 512 rows are 4,096 blocks. Grids beyond once had bytes
+    brought to L2 that are not there, at 100 us a row."""
+    us = []
+    for rows in (512, 536):
+        with attention.AttentionBench(device, DType.BF16, 16, 64, 1, rows, 16) as bench:
+            us.append(bench.measure().us)
+    assert us[1] < 3 * us[0]
