@@ -50,6 +50,7 @@ def gpu_turn(alone: bool) -> Iterator[None]:
     """Processes share the GPU, but while a test measures it, no test of another one runs.
 
     Who waits to be alone stays at the head of the queue, so that no other test begins meanwhile.
+    Programs that are no tests are not kept out: they may take memory of the device at any time.
     """
     path = Path(tempfile.gettempdir()) / f"tinyvllm-tests-{os.getuid()}"
     with ExitStack() as stack:

@@ -150,8 +150,8 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """True when logits depend on the tokens so far."""
-        penalties = (self.presence_penalty, self.frequency_penalty)
-        return self.repetition_penalty != 1 or any(penalties)
+        added = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return added or self.repetition_penalty != 1
 
     @property
     def counted(self) -> bool:

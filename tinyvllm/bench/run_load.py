@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinyvllm.bench.loads import Load, LoadRequest
+from tinyvllm.bench.loads import Load
 from tinyvllm.bench.step_floors import StepWork
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.engine.request import Request
@@ -114,6 +114,10 @@ def run_load(engine: LLMEngine, load: Load, *, shown: bool = True) -> LoadResult
     """
     executor = engine.backend.executor
     watch = _Watch()
+    params = [
+        SamplingParams(temperature=load.temperature, max_tokens=r.output_len, ignore_eos=True)
+        for r in load.requests
+    ]
     late, slept = 0, 0.0
     before = engine.stats()
     engine.on_launch = watch.launched
@@ -124,7 +128,7 @@ def run_load(engine: LLMEngine, load: Load, *, shown: bool = True) -> LoadResult
         while todo or engine.has_unfinished_requests():
             while todo and todo[-1][1].arrival <= now - start:
                 i, request = todo.pop()
-                made = _add(engine, f"{load.name}.{i}", request, load.temperature)
+                made = _add(engine, f"{load.name}.{i}", request.prompt, params[i])
                 watch.requests[made.request_id] = _Watched(made, start + request.arrival)
             if not engine.has_unfinished_requests():
                 pause = start + todo[-1][1].arrival - now
@@ -163,8 +167,7 @@ def run_load(engine: LLMEngine, load: Load, *, shown: bool = True) -> LoadResult
     )
 
 
-def _add(engine: LLMEngine, request_id: str, request: LoadRequest, temperature: float) -> Request:
-    params = SamplingParams(temperature=temperature, max_tokens=request.output_len, ignore_eos=True)
-    (made,) = engine.make_requests(request_id, {"prompt_token_ids": request.prompt}, params)
+def _add(engine: LLMEngine, request_id: str, prompt: list[int], params: SamplingParams) -> Request:
+    (made,) = engine.make_requests(request_id, {"prompt_token_ids": prompt}, params)
     engine.enqueue(request_id, [made])
     return made

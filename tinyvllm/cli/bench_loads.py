@@ -47,8 +47,7 @@ def _add_serve(kinds: Commands) -> None:
     parser.add_argument("--first-token-clients", help="for time to first token", **firsts)
     parser.add_argument("--first-token-requests", type=int, default=8, help="of each client")
     parser.add_argument("--starts", type=int, default=2, help="how often to start the server")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, run_serve)
+    finish(parser, run_serve, as_json=True)
 
 
 def run_serve(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -87,8 +86,7 @@ def _add_throughput(kinds: Commands) -> None:
         "--vary-max-num-batched-tokens", type=int, nargs="+", metavar="N", help="values to compare"
     )
     parser.add_argument("--runs", type=int, default=2, help="the first one captures CUDA graphs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, run_throughput)
+    finish(parser, run_throughput, as_json=True)
 
 
 def run_throughput(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -122,8 +120,7 @@ def _add_prefill(kinds: Commands) -> None:
     )
     parser.add_argument("--runs", type=int, default=5, help="runs, of which the median counts")
     parser.add_argument("--ops", action="store_true", help="a table of the ops of a step too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, run_prefill)
+    finish(parser, run_prefill, as_json=True)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -168,8 +165,7 @@ def _add_sweep(kinds: Commands) -> None:
     parser.add_argument(
         "--simulate", action="store_true", help="waste of block sizes alone: needs no device"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, run_sweep)
+    finish(parser, run_sweep, as_json=True)
 
 
 def run_sweep(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -204,8 +200,7 @@ def _add_preemption(kinds: Commands) -> None:
     parser.add_argument(
         "--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64], help="tokens"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, run_preemption)
+    finish(parser, run_preemption, as_json=True)
 
 
 def run_preemption(args: argparse.Namespace, config: EngineConfig) -> None:

@@ -12,9 +12,14 @@ PHASES = ("decode", "prefill")
 
 
 def finish(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace, EngineConfig], None]
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace, EngineConfig], None],
+    *,
+    as_json: bool = False,
 ) -> None:
-    """Adds the engine's options, and what `main` calls."""
+    """Adds the engine's options, with `as_json` the option --json, and what `main` calls."""
+    if as_json:
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_options(parser, EngineConfig)
 
     def run_kind(args: argparse.Namespace) -> int:

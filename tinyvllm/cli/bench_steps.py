@@ -26,9 +26,8 @@ def _add_latency(kinds: Commands) -> None:
     parser = kinds.add_parser("latency", help="time of a decode step next to its floor")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="sequences a step")
     parser.add_argument("--context", type=int, nargs="+", default=[256], help="tokens before it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--host", action="store_true", help="show the host's time per step too")
-    finish(parser, run_latency)
+    finish(parser, run_latency, as_json=True)
 
 
 def run_latency(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -51,9 +50,8 @@ def _add_kernels(kinds: Commands) -> None:
         action="store_true",
         help="for each number of rows: the padded step's time over that of an exact graph",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--svg", metavar="FILE", help="write a roofline")
-    finish(parser, run_kernels)
+    finish(parser, run_kernels, as_json=True)
 
 
 def run_kernels(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -76,8 +74,7 @@ def _add_attention(kinds: Commands) -> None:
     parser = kinds.add_parser("attention", help="decode attention next to reads of its pages")
     parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences")
     parser.add_argument("--context", type=int, nargs="+", default=[2048, 4096], help="tokens")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, run_attention)
+    finish(parser, run_attention, as_json=True)
 
 
 def run_attention(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -107,8 +104,7 @@ def _add_memory(kinds: Commands) -> None:
     )
     parser.add_argument("--batch", type=int, default=32, help="sequences that decode meanwhile")
     parser.add_argument("--context", type=int, default=256, help="tokens before a decode step")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    finish(parser, run_memory)
+    finish(parser, run_memory, as_json=True)
 
 
 def run_memory(args: argparse.Namespace, config: EngineConfig) -> None:

@@ -30,6 +30,7 @@ class Queues:
         vocab_size: int,
         swapper: Swapper | None = None,
     ) -> None:
+        self.config = config
         self.blocks = blocks
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens

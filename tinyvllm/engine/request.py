@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -205,11 +206,12 @@ class Request:
 
 def _checked(name: str, what: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """The ids as int32; InputError unless each is a token."""
-    # The usual case without a look at each by itself: prompts are long.
-    if set(map(type, ids)) <= {int}:
-        with suppress(OverflowError):
-            array = np.array(ids, np.int64)
-            if array.min(initial=0) >= 0 and array.max(initial=0) < vocab_size:
+    # The usual case without a look at each by itself: hundreds of prompts may have to be checked
+    # before the first step begins. What does not fit in 64 bits without a sign is no token.
+    if set(map(type, ids)) == {int}:
+        with suppress(struct.error):
+            array = np.frombuffer(struct.pack(f"{len(ids)}Q", *ids), np.uint64)
+            if array.max() < vocab_size:
                 return array.astype(np.int32)
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int):

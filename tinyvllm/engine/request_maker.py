@@ -11,7 +11,7 @@ from tinyvllm.engine.row_lists import row_lists
 from tinyvllm.engine.scheduler import Scheduler
 from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.tokenizer import Tokenizer
-from tinyvllm.sampling_params import SamplingParams, bad_word_ids
+from tinyvllm.sampling_params import SAMPLERS, SamplingParams, bad_word_ids
 
 
 class RequestMaker:
@@ -42,7 +42,7 @@ class RequestMaker:
                 index=index,
             )
             self._scheduler.validate(request)
-            if params.sampler == "adjust":
+            if SAMPLERS[request.sampler] == "adjust":
                 request.row_lists = row_lists(
                     params,
                     num_prompt=len(ids),

@@ -5,14 +5,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CudaError
 from tinyvllm.engine.policy import urgency
 from tinyvllm.engine.preempting import Preempting
 from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.engine.step import ScheduledRow, ScheduledStep
-from tinyvllm.memory.blocks import BlockManager
-from tinyvllm.memory.swapper import Swapper
 
 
 class Scheduler(Preempting):
@@ -33,19 +30,9 @@ class Scheduler(Preempting):
     updated in the order in which they were scheduled.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        blocks: BlockManager,
-        max_model_len: int,
-        vocab_size: int,
-        swapper: Swapper | None = None,
-    ) -> None:
-        super().__init__(config, blocks, max_model_len, vocab_size, swapper)
-        self.long_prefill_token_threshold = config.long_prefill_token_threshold
-        # The request that found no room, and how many blocks were in use: nothing is looked up
-        # again while it is the next and no fewer are.
-        self._blocked: tuple[Request, int] | None = None
+    # The request that found no room, and how many blocks were in use: nothing is looked up again
+    # while it is the next and no fewer are.
+    _blocked: tuple[Request, int] | None = None
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None when nothing can run before tokens in flight are updated.
@@ -191,9 +178,9 @@ class Scheduler(Preempting):
         num_free = self.blocks.num_free // self.blocks.num_groups
         room = (len(request.block_ids[0]) + num_free) * self.blocks.block_size
         budget = self.max_num_batched_tokens - step.num_tokens
-        if step.num_decodes and self.long_prefill_token_threshold:
+        if step.num_decodes and self.config.long_prefill_token_threshold:
             # The step would take as long as the prompt needs, and nobody has a token before.
-            budget = min(budget, self.long_prefill_token_threshold)
+            budget = min(budget, self.config.long_prefill_token_threshold)
         end = min(request.num_tokens, start + budget, room)
         if end == start:
             return  # waits for blocks, keeping its own unless a more urgent request needs them
