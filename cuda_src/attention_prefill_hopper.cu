@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     const int group = warp / 4 - 1;
     const int first_of_warp = warp * 16 - 64, pair = lane % 4;
     const int query0 = first_of_warp + lane / 4;  // this lane's rows are this and the one 8 further
-    const u32 own_q = shared.q + group * (64 * 128);
+    const u64 own_q = wgmma_tile(shared.q + group * (64 * 128));
     const int own_turn = 1 + group, next_turn = 1 + (group + 1) % CONSUMERS;
     const auto release = [&](u32 barrier) {
       if (lane == 0) barrier_arrive(barrier);
@@ -225,13 +225,14 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const u32 stage = used % kStages;
         barrier_wait(shared.k_full + 8 * stage, used / kStages & 1);
         await_turn(own_turn);
-        const u32 k_tile = shared.k + stage * kTile;
+        const u64 k_tile = wgmma_tile(shared.k + stage * kTile);
         wgmma_fence();
-        wgmma_scores<T, kKeys, true>(score, wgmma_tile(own_q), wgmma_tile(k_tile));
+        wgmma_scores<T, kKeys, true>(score, own_q, k_tile);
 #pragma unroll
         for (int s = 1; s < HEAD_DIM / 16; s++) {
-          wgmma_scores<T, kKeys, false>(score, wgmma_tile(own_q + s / 4 * kQueryHalf + s % 4 * 32),
-                                        wgmma_tile(k_tile + s / 4 * kHalf + s % 4 * 32));
+          wgmma_scores<T, kKeys, false>(score,
+                                        wgmma_further(own_q, s / 4 * kQueryHalf + s % 4 * 32),
+                                        wgmma_further(k_tile, s / 4 * kHalf + s % 4 * 32));
         }
         wgmma_commit();
       };

@@ -61,10 +61,10 @@ struct Tiles {
   }
 };
 
-// With about 100 sums in each of their threads two consumers need more registers than there are for
-// all; the producer then is a whole warpgroup, as only such can hand over its share.
+// With about 100 sums in each of their threads (three: 64) consumers need more registers than there
+// are for all; the producer then is a whole warpgroup, as only such can hand over its share.
 __host__ __device__ constexpr int producer_threads(int consumers, int sums, bool split) {
-  return consumers == 2 && sums >= 96 && !split ? 128 : 32;
+  return consumers > 1 && consumers * sums >= 192 && !split ? 128 : 32;
 }
 
 // Steps of 64 elements of K that are loaded and multiplied together: two where a tile is so small
@@ -86,6 +86,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   constexpr int kThreads = 128 * CONSUMERS + kProducers;
   constexpr u32 kWeightBytes = BN * kTileK * sizeof(T);
   constexpr u32 kXBytes = kBM * kTileK * sizeof(T);
+  constexpr u32 kPartBytes = 64 * kTileK * sizeof(T);  // of x
   constexpr u32 kBoxBytes = kWeightBytes + kXBytes;
   constexpr int kBoxes = boxes_per_stage(kBM, BN);
   constexpr int kStages = STAGES / kBoxes;
@@ -202,9 +203,9 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
     }
     __syncwarp();
   } else {
-    if constexpr (kProducers == 128) take_registers<232>();
+    if constexpr (kProducers == 128) take_registers<CONSUMERS == 2 ? 232 : 152>();
     store_rows.pieces.use(buffers + warp * kBufferBytes);
-    const int warpgroup = warp / 4;
+    const int warpgroup = __shfl_sync(kFullMask, warp / 4, 0);  // uniform, as wgmma_tile
     const int first_part = ALTERNATE ? 0 : warpgroup * PARTS;  // of 64 rows of the tile
     const int first_row = first_part * 64 + warp % 4 * 16;
     const auto release = [&](int s) {
@@ -239,19 +240,19 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
       float sum[PARTS][BN / 2] = {};
       int before = 0;
       for (int k = k_first; k < k_last; k++) {
+        const u64 weight_tile = wgmma_tile(stages + s * kStageBytes);
+        const u64 x_tile = wgmma_further(weight_tile, kWeightBytes + first_part * kPartBytes);
         barrier_wait(full + 8 * s, parity);
         wgmma_fence();
 #pragma unroll
         for (int box = 0; box < kBoxes; box++) {
-          const u32 weight_tile = stages + s * kStageBytes + box * kBoxBytes;
-          const u32 x_tile = weight_tile + kWeightBytes + first_part * (64 * kTileK * sizeof(T));
 #pragma unroll
           for (int i = 0; i < kTileK / 16; i++) {
+            const u32 at = box * kBoxBytes + i * 32;
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
-              wgmma<T, BN>(sum[part],
-                           wgmma_tile(x_tile + part * (64 * kTileK * sizeof(T)) + i * 32),
-                           wgmma_tile(weight_tile + i * 32));
+              wgmma<T, BN>(sum[part], wgmma_further(x_tile, at + part * kPartBytes),
+                           wgmma_further(weight_tile, at));
             }
           }
         }

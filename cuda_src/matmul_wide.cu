@@ -62,11 +62,12 @@ __global__ void __launch_bounds__(128, 2)
     load_weight(t + kAhead);
     load_x(t + kAhead);
     cp_async_commit();  // an empty group too, so that the count of groups stays that of tiles
+    const u64 weight_tile = wgmma_tile(stage(t));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; step++) {
-      wgmma<T, BM>(sum, wgmma_tile(stage(t) + step * 32),
-                   wgmma_tile(stage(t) + kXOffset + step * 32));
+      wgmma<T, BM>(sum, wgmma_further(weight_tile, step * 32),
+                   wgmma_further(weight_tile, kXOffset + step * 32));
     }
     wgmma_commit();
     wgmma_wait<0>();

@@ -9,9 +9,16 @@
 #include "mma.cuh"
 
 // The descriptor of a tile at this shared address: groups of 8 rows are 1 KiB apart, 128-byte
-// permutation. K advances by adding 32 bytes (16 elements) to the address.
+// permutation. All lanes have the same address; taken from lane 0, descriptors stay in uniform
+// registers, where a product wants them, instead of being copied there, and so do those further on.
 __device__ __forceinline__ u64 wgmma_tile(u32 address) {
-  return static_cast<u64>((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  const u32 low = __shfl_sync(kFullMask, address / 16, 0);
+  return static_cast<u64>(low) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+// What is this many bytes further; 32 are 16 elements of K.
+__device__ __forceinline__ u64 wgmma_further(u64 tile, u32 bytes) {
+  return tile + bytes / 16;
 }
 
 __device__ __forceinline__ void wgmma_fence() {

@@ -173,7 +173,8 @@ class HopperTile(NamedTuple):
 
     def threads(self, split: int) -> int:
         """Consumers and the producer: a warpgroup where it gives away registers."""
-        gives = self.consumers == 2 and self.parts * self.cols >= 192 and split == 1
+        sums = self.consumers * self.parts * self.cols
+        gives = self.consumers > 1 and sums >= 384 and split == 1
         return 128 * self.consumers + (128 if gives else 32)
 
 
