@@ -16,6 +16,7 @@
 //
 // Bound: up to some 150 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
 #include "rope_store.cuh"
+#include "sample_store.cuh"
 #include "split_sum.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -333,6 +334,22 @@ __global__ void __launch_bounds__(
       bias,     positions,    token_slots, block_tables, inv_freq,    q,          kv_cache,
       q_stride, block_stride, num_heads,   num_kv_heads, block_shift, max_blocks, &q_map,
       {M, N}};
+  multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, false>(x_map, weight_map, store, M,
+                                                                       N, K, 1, group);
+}
+
+// The product whose results are logits, of which only a row's best in each tile is wanted: see
+// sample_store.cuh.
+template <typename T, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER, bool ALTERNATE>
+__global__ void __launch_bounds__(
+    128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, false),
+    PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
+    matmul_sample_kernel(const __grid_constant__ TensorMap x_map,
+                         const __grid_constant__ TensorMap weight_map, const i32* sample_slots,
+                         const i32* sample_positions, const RowParams* row_params,
+                         Candidate* candidates, int M, int N, int K, int group) {
+  const SampleStore<BN, PARTS> store = {sample_slots, sample_positions,  row_params, candidates,
+                                        M,            N,                 ceil_div(N, BN)};
   multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, false>(x_map, weight_map, store, M,
                                                                        N, K, 1, group);
 }
