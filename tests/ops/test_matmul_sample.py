@@ -161,10 +161,10 @@ def both(device, monkeypatch, program, dims, arrays, act=DType.BF16):
     """Tokens of the fused op and of the two it replaced."""
     monkeypatch.setitem(RULES, "one", [fuse_norm, fuse_sample])
     monkeypatch.setitem(RULES, "two", [fuse_norm])
-    limits = {**dims, "S": dims["S"] + 3}
+    room = {**dims, "S": dims["S"] + 3}  # with two ops the tokens may lie where others lay before
     return [
         run_cuda(device, lower(program, rules), dims, arrays, act, limits)["tokens"]
-        for rules in ("one", "two")
+        for rules, limits in (("one", room), ("two", dims))
     ]
 
 
@@ -201,7 +201,10 @@ def test_ties_in_and_across_tiles_go_to_the_first_token(device, monkeypatch, tem
         one, two = both(device, monkeypatch, program, dims, arrays)
         np.testing.assert_array_equal(one, two)
         if temperature < 1:
-            np.testing.assert_array_equal(one, (arrays["x"] @ arrays["w"].T).argmax(1))
+            logits = arrays["x"] @ arrays["w"].T
+            clear = (logits.max(1) > 0) | (temperature == 0)  # the least noise changes a zero
+            assert clear.sum() > 20
+            np.testing.assert_array_equal(one[clear], logits.argmax(1)[clear])
 
 
 @pytest.mark.gpu
