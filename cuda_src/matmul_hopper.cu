@@ -121,9 +121,9 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   const auto row_of = [&](const Step& at) {
     return (SPLIT ? at.m : at.m * CLUSTER + rank) * kBM;
   };
-  // Weights that no other tile reads leave L2 first; beside float32 results (logits) that is slower.
+  // Weights that no other tile reads leave L2 first; beside logits on their way out that is slower.
   // Other loads have no hint at all: to ask for the normal policy makes them slower, too.
-  const bool once = tiles_m == 1 && sizeof(typename Store::Output) == 2;
+  const bool once = tiles_m == 1 && sizeof(typename Store::Output) != sizeof(float);
   const u64 first_out = evict_first_policy();
   const auto load_weight = [&](int s) {
     const int row = step.n * BN;
@@ -348,8 +348,8 @@ __global__ void __launch_bounds__(
                          const __grid_constant__ TensorMap weight_map, const i32* sample_slots,
                          const i32* sample_positions, const RowParams* row_params,
                          Candidate* candidates, int M, int N, int K, int group) {
-  const SampleStore<BN, PARTS> store = {sample_slots, sample_positions,  row_params, candidates,
-                                        M,            N,                 ceil_div(N, BN)};
+  const SampleStore<BN> store = {sample_slots, sample_positions, row_params, candidates,
+                                 M,            N,                ceil_div(N, BN)};
   multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, false>(x_map, weight_map, store, M,
                                                                        N, K, 1, group);
 }

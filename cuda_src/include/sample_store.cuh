@@ -1,56 +1,34 @@
 // Sampling on the way out of the product that makes logits: of each row's sums in a tile only the
 // best is kept, with its noise (token_race.cuh). In place of RowStore; matmul_sample_best.cu goes on.
 //
-// A warp puts 64 columns of its 16 rows together in shared memory, from where eight lanes take one
-// row, and four columns at a time, as random words come. The best of each row so far, of all the
-// tiles that the warp has had, is what the next ones have to beat.
+// The sums stay in the registers where the product leaves them: four lanes have a row, each every
+// fourth pair of columns. As random words come for four columns, neighbours exchange pairs, so that
+// each lane has groups of four. All of them are bounded; of each lane the logit with the largest
+// bound then runs, and only where another one might still beat the best of these, all run that might.
 #pragma once
 
 #include "row_params.cuh"
-#include "row_store.cuh"
 #include "token_race.cuh"
+#include "wgmma.cuh"
 
-// The shared memory of a warp: [16][64] sums, and for each of PARTS times 16 rows of x its best.
-template <int PARTS> struct RacePieces {
-  static constexpr int kCols = 64;
-  static constexpr u32 kPitch = kCols * sizeof(float);
-  static constexpr u32 kBytes = 16 * kPitch + PARTS * (16 * sizeof(Candidate) + 16);
-
-  u32 buffer;
-
-  __device__ __forceinline__ void use(u32 address) {
-    buffer = address;
-    const int lane = threadIdx.x % kWarpSize;
-    if (lane < PARTS) store_shared(first_row(lane), ~0u);
-  }
-
+struct NoPieces {  // no shared memory: in place of RowPieces
+  static constexpr u32 kBytes = 0;
+  __device__ __forceinline__ static void use(u32) {}
   __device__ __forceinline__ static void finish() {}
-
-  // Where a row has its chunk-th 16 bytes, so that lanes of a fragment hit all banks.
-  __device__ __forceinline__ u32 place(int row, int chunk) const {
-    return buffer + row * kPitch + (chunk ^ row % 8 * 2) * 16;
-  }
-
-  // Where the first row of x is noted whose bests are here, and where these are.
-  __device__ __forceinline__ u32 first_row(int part) const {
-    return buffer + 16 * kPitch + part * (16 * sizeof(Candidate) + 16);
-  }
-  __device__ __forceinline__ u32 best(int part, int row) const {
-    return first_row(part) + 16 + row * sizeof(Candidate);
-  }
 };
 
-template <int BN, int PARTS> struct SampleStore {
-  static_assert(BN % 64 == 0);
-  using Output = float;
-  using Pieces = RacePieces<PARTS>;
+template <int BN> struct SampleStore {
+  static_assert(BN % 16 == 0);
+  using Output = Candidate;
+  using Pieces = NoPieces;
   static constexpr bool kSilu = false;
 
-  struct Ahead {  // of row lane % 16
+  struct Row {
     float temperature;  // < 0: nobody wants a token
     uint2 seed;
     u32 position;
   };
+  using Ahead = Row[2];  // of the rows that a lane has sums of
 
   const i32* sample_slots;
   const i32* sample_positions;
@@ -60,112 +38,156 @@ template <int BN, int PARTS> struct SampleStore {
   Pieces pieces;
 
   __device__ __forceinline__ void load(Ahead& ahead, int row0, int) const {
-    const int row = row0 + threadIdx.x % 16;
-    const int slot = row < M ? sample_slots[row] : -1;
-    ahead = {-1.0f, {0, 0}, 0};
-    if (slot < 0) return;
-    const RowParams& params = row_params[slot];
-    ahead = {params.temperature,
-             {params.seed[0], params.seed[1]},
-             static_cast<u32>(sample_positions[row])};
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = row0 + threadIdx.x % kWarpSize / 4 + 8 * half;
+      const int slot = row < M ? sample_slots[row] : -1;
+      ahead[half] = {-1.0f, {0, 0}, 0};
+      if (slot < 0) continue;
+      const RowParams& params = row_params[slot];
+      ahead[half] = {params.temperature,
+                       {params.seed[0], params.seed[1]},
+                       static_cast<u32>(sample_positions[row])};
+    }
   }
 
-  __device__ __forceinline__ void store(const float (&sum)[BN / 2], const Ahead& ahead, int row0,
+  __device__ __forceinline__ void store(float (&sum)[BN / 2], const Ahead& ahead, int row0,
                                         int token0) const {
     const int lane = threadIdx.x % kWarpSize;
-    const int part = row0 / 64 % PARTS;
-    const bool other_rows = load_shared_u32(pieces.first_row(part)) != row0;
-    __syncwarp();
-    if (other_rows) {
-      if (lane < 16) keep(part, lane, no_candidate());
-      if (lane == 0) store_shared(pieces.first_row(part), static_cast<u32>(row0));
-    }
+    wgmma_done(sum);
+    if (token0 + BN > vocab) {
 #pragma unroll
-    for (int chunk = 0; chunk < BN / 64; chunk++) {
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < 8; j++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int i = 4 * (8 * chunk + j) + 2 * half;
-          store_shared(pieces.place(lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
-                       float2{sum[i], sum[i + 1]});
-        }
-      }
-      __syncwarp();
-#pragma unroll 1
-      for (int turn = 0; turn < 4; turn++) {
-        run(ahead, part, lane / 8 + 4 * turn, token0 + 64 * chunk + lane % 8 * 4);
+      for (int i = 0; i < BN / 2; i++) {
+        if (token0 + column(i) >= vocab) sum[i] = CUDART_NAN_F;
       }
     }
-    __syncwarp();
-    if (lane < 16 && row0 + lane < M) {
-      candidates[(row0 + lane) * static_cast<i64>(tiles_n) + token0 / BN] = best_of(part, lane);
+    const float hottest = fmaxf(ahead[0].temperature, ahead[1].temperature);
+    const bool greedy = !__any_sync(kFullMask, hottest > 0.0f);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const Row& row = ahead[half];
+      Candidate best = greedy ? largest_of(sum, half, token0) : race_of(sum, half, row, token0);
+      if (row.temperature < 0.0f) best = no_candidate();
+      const int m = row0 + lane / 4 + 8 * half;
+      if (lane % 4 == 0 && m < M) {
+        candidates[m * static_cast<i64>(tiles_n) + token0 / BN] = best;
+      }
     }
   }
 
  private:
-  __device__ __forceinline__ Candidate best_of(int part, int row) const {
-    const float2 v = load_shared_2(pieces.best(part, row));
-    return {v.x, __float_as_int(v.y)};
+  // The column of a tile that this lane's sum i belongs to; i % 4 / 2 is its row.
+  __device__ __forceinline__ static int column(int i) {
+    return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
   }
 
-  __device__ __forceinline__ void keep(int part, int row, Candidate best) const {
-    store_shared(pieces.best(part, row), float2{best.value, __int_as_float(best.index)});
+  __device__ __forceinline__ static Candidate largest_of(const float (&sum)[BN / 2], int half,
+                                                         i32 token0) {
+    float most[4] = {-CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F, -CUDART_INF_F};
+#pragma unroll
+    for (int i = 2 * half; i < BN / 2; i += 4) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float& of = most[i / 4 % 2 * 2 + e];
+        of = fmaxf(of, sum[i + e]);
+      }
+    }
+    const float value = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    i32 index = kNoIndex;
+#pragma unroll
+    for (int i = BN / 2 - 4 + 2 * half; i >= 0; i -= 4) {
+#pragma unroll
+      for (int e = 1; e >= 0; e--) {
+        if (sum[i + e] == value) index = token0 + column(i + e);
+      }
+    }
+    return best_of_lanes<4>({value, index});
   }
 
-  // Lets eight of a row's logits run: four from `token` on, and four from 32 tokens later.
-  __device__ __forceinline__ void run(const Ahead& ahead, int part, int row, i32 token) const {
-    constexpr int kGroups = 2;
+  __device__ __forceinline__ static Candidate race_of(float (&sum)[BN / 2], int half,
+                                                      const Row& row, i32 token0) {
     const int lane = threadIdx.x % kWarpSize;
-    const float temperature = __shfl_sync(kFullMask, ahead.temperature, row);
-    const uint2 seed = {__shfl_sync(kFullMask, ahead.seed.x, row),
-                        __shfl_sync(kFullMask, ahead.seed.y, row)};
-    const u32 position = __shfl_sync(kFullMask, ahead.position, row);
-    Candidate best = best_of(part, row);
-    Race race(temperature, best.value);
-    if (temperature < 0.0f) race.reach = race.bar = CUDART_NAN_F;
+    const bool odd = lane % 2;
+    const i32 token = token0 + lane % 2 * 8 + lane % 4 / 2 * 4;  // the first of this lane's groups
+    const PhiloxKeys keys = philox_keys(row.seed);
+    Race race(row.temperature);
+    float most = -CUDART_INF_F, other = -CUDART_INF_F;  // bounds: the largest, and of the others
+    Vec<float, 4> values = {CUDART_NAN_F, CUDART_NAN_F, CUDART_NAN_F, CUDART_NAN_F};
+    Vec<u32, 4> words = {};
+    i32 group = token;
+#pragma unroll
+    for (int m = 0; m < BN / 16; m++) {
+      const int i = 8 * m + 2 * half;
+      const float2 keep = odd ? float2{sum[i + 4], sum[i + 5]} : float2{sum[i], sum[i + 1]};
+      const float2 give = odd ? float2{sum[i], sum[i + 1]} : float2{sum[i + 4], sum[i + 5]};
+      const float2 have = {__shfl_xor_sync(kFullMask, give.x, 1),
+                           __shfl_xor_sync(kFullMask, give.y, 1)};
+      const float2 first = odd ? have : keep, last = odd ? keep : have;
+      const Vec<float, 4> these = {first.x, first.y, last.x, last.y};
+      const Vec<u32, 4> random = race.words(keys, token + 16 * m, row.position);
+      const float bound = largest(race.bounds(these, random));
+      const bool more = bound > most;
+      other = fmaxf(other, more ? most : bound);
+      if (more) {
+        most = bound;
+        values = these;
+        words = random;
+        group = token + 16 * m;
+      }
+    }
+    const Vec<float, 4> bounds = race.bounds(values, words);
+    Candidate best = no_candidate();
+    float value = 0.0f;
+    u32 word = 0;
+    float top = -CUDART_INF_F;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool more = bounds.v[i] > top;
+      other = fmaxf(other, more ? top : bounds.v[i]);
+      if (more) {
+        top = bounds.v[i];
+        value = values.v[i];
+        word = words.v[i];
+        best.index = group + i;
+      }
+    }
+    if (best.index != kNoIndex) best.value = race.value(value, word);
+    best = best_of_lanes<4>(best);
+    race.pass(best.value);
+    const bool open = row.temperature >= 0.0f && other >= race.bar;
+    return __any_sync(kFullMask, open) ? finish(sum, half, race, keys, row.position, token0) : best;
+  }
 
-    Vec<float, 4> values[kGroups], bound[kGroups];
-    Vec<u32, 4> word[kGroups] = {};
-    bool reaches = false;
+  // Lets all run that reach the bar. As registers have no index, all of the row's sums move on for the
+  // next two pairs; in the end they are back.
+  __device__ __forceinline__ static Candidate finish(float (&sum)[BN / 2], int half,
+                                                     const Race& race, const PhiloxKeys& keys,
+                                                     u32 position, i32 token0) {
+    const bool odd = threadIdx.x % 2;
+    Candidate best = no_candidate();
+#pragma unroll 1
+    for (int m = 0; m < BN / 16; m++) {
 #pragma unroll
-    for (int g = 0; g < kGroups; g++) {
-      const float4 v = load_shared_4(pieces.place(row, lane % 8 + 8 * g));
-      values[g] = {v.x, v.y, v.z, v.w};
-      if (token + 32 * g + 4 > vocab) {
+      for (int i = 2 * half; i < 8; i += 4) {
+        const i32 token = token0 + 16 * m + column(i);
+        const Vec<u32, 4> words = race.words(keys, token, position);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          if (token + 32 * g + i >= vocab) values[g].v[i] = CUDART_NAN_F;
+        for (int e = 0; e < 2; e++) {
+          const u32 word = odd ? words.v[2 + e] : words.v[e];
+          if (!(race.bound(sum[i + e], word) >= race.bar)) continue;
+          const Candidate candidate{race.value(sum[i + e], word), token + e};
+          if (before(candidate, best)) best = candidate;
         }
       }
-      bound[g] = values[g];
-      reaches = reaches || largest(values[g]) >= race.reach;
-    }
-    if (!__any_sync(kFullMask, reaches)) return;
-    if (temperature > 0.0f) {
-      const PhiloxKeys keys = philox_keys(seed);
 #pragma unroll
-      for (int g = 0; g < kGroups; g++) {
-        word[g] = race.words(keys, token + 32 * g, position);
-        bound[g] = race.bounds(values[g], word[g]);
+      for (int i = 0; i < 8; i++) {
+        if (i % 4 / 2 != half) continue;
+        const float front = sum[i];
+#pragma unroll
+        for (int j = i; j < BN / 2 - 8; j += 8) sum[j] = sum[j + 8];
+        sum[BN / 2 - 8 + i] = front;
       }
     }
-    reaches = false;
-#pragma unroll
-    for (int g = 0; g < kGroups; g++) reaches = reaches || largest(bound[g]) >= race.bar;
-    if (!__any_sync(kFullMask, reaches)) return;
-#pragma unroll
-    for (int g = 0; g < kGroups; g++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if (!(bound[g].v[i] >= race.bar)) continue;
-        const Candidate candidate{race.value(values[g].v[i], word[g].v[i]), token + 32 * g + i};
-        if (before(candidate, best)) best = candidate;
-      }
-    }
-    best = best_of_lanes<8>(best);
-    __syncwarp();
-    if (lane % 8 == 0) keep(part, row, best);
+    return best_of_lanes<4>(best);
   }
 };

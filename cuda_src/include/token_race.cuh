@@ -13,24 +13,24 @@ __device__ __forceinline__ float largest(const Vec<float, 4>& x) {
 
 struct Race {
   float temperature;
-  float spread, most;  // with noise a logit is at most logit + most - spread * log2 of its word
-  float reach;         // a smaller logit can't win
-  float bar;           // nor one whose bound is smaller
+  float spread;  // of noise: what noise_log2() is to be multiplied with
+  float reach;   // a smaller logit can't win
+  float bar;     // nor one whose bound is smaller
 
   // `best`: the best value so far, -infinity at first. Logits below `lowest` don't run.
   __device__ __forceinline__ explicit Race(float temperature, float best = -CUDART_INF_F,
                                            float lowest = -CUDART_INF_F)
-      : temperature(temperature), spread(temperature * 0.693155f), most(spread * 32.0001f) {
+      : temperature(temperature), spread(temperature * 0.693147f) {
     pass(best, lowest);
   }
 
   __device__ __forceinline__ void pass(float best, float lowest = -CUDART_INF_F) {
     reach = fmaxf(lowest, __fmaf_rd(-kMaxGumbel, temperature, best));
     bar = best;
-    // Rounded down, and by more than the roundings of the bound and of the sum.
+    // Less by more than the roundings of the bound, of the noise and of the sum.
     if (temperature > 0.0f) {
       const float size = fminf(fabsf(best), CUDART_MAX_NORMAL_F);
-      bar = __fmaf_rd(size, -0x1p-22f, __fsub_rd(best, most));
+      bar = __fmaf_rd(size, -0x1p-22f, __fmaf_rd(-0x1p-13f, temperature, best));
     }
   }
 
@@ -41,13 +41,17 @@ struct Race {
     return {words.x, words.y, words.z, words.w};
   }
 
-  // What the group's values are at most, less `most`.
+  // What a logit and its noise are at most together.
+  __device__ __forceinline__ float bound(float logit, u32 word) const {
+    return fmaf(-spread, noise_log2(word), logit);
+  }
+
   __device__ __forceinline__ Vec<float, 4> bounds(const Vec<float, 4>& logits,
                                                   const Vec<u32, 4>& words) const {
-    Vec<float, 4> bound;
+    Vec<float, 4> bounds;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bound.v[i] = fmaf(-spread, log2_of_word(words.v[i]), logits.v[i]);
-    return bound;
+    for (int i = 0; i < 4; ++i) bounds.v[i] = bound(logits.v[i], words.v[i]);
+    return bounds;
   }
 
   __device__ __forceinline__ float value(float logit, u32 word) const {

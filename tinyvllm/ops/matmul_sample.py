@@ -36,7 +36,10 @@ BEST_THREADS = 128
 CANDIDATE_BYTES = 8
 LOGITS_ROWS = 32  # up to as many rows another kernel makes the logits
 # By the number of rows up to which they are taken.
-SAMPLE_TILES = {64: HopperTile(1, 1, 64, 12), 1 << 31: HopperTile(2, 2, 128, 6, alternate=True)}
+SAMPLE_TILES = {
+    64: HopperTile(1, 2, 128, 8, alternate=True),
+    1 << 31: HopperTile(2, 2, 128, 6, alternate=True),
+}
 
 
 def choose_sample(M: int, N: int, device: DeviceInfo) -> Choice | None:
@@ -50,13 +53,8 @@ def sample_choice(tile: HopperTile, M: int, N: int, device: DeviceInfo) -> Choic
     """A launch of this kernel with such a tile."""
     choice = hopper_choice(tile, 1, M, N, device)
     return choice._replace(
-        kernel=MATMUL_SAMPLE, template=tuple(tile), smem=tile.smem(1, race_bytes(tile))
+        kernel=MATMUL_SAMPLE, template=tuple(tile), smem=tile.smem(1, warp_buffer=0)
     )
-
-
-def race_bytes(tile: HopperTile) -> int:
-    """Shared memory of a warp: 64 sums of 16 rows, and the best of each row that it has."""
-    return 16 * 64 * 4 + tile.parts * 16 * (CANDIDATE_BYTES + 1)
 
 
 class MatmulSample(OpDef):
