@@ -35,10 +35,12 @@ MATMUL_SAMPLE_BEST = Kernel(
 BEST_THREADS = 128
 CANDIDATE_BYTES = 8
 LOGITS_ROWS = 32  # up to as many rows another kernel makes the logits
-# By the number of rows up to which they are taken.
+# By the number of rows up to which they are taken (docs/decode.md, step 13).
 SAMPLE_TILES = {
     64: HopperTile(1, 2, 128, 8, alternate=True),
-    1 << 31: HopperTile(2, 2, 128, 6, alternate=True),
+    128: HopperTile(2, 2, 128, 7, alternate=True),
+    192: HopperTile(1, 3, 128, 5),
+    1 << 31: HopperTile(2, 2, 128, 7, alternate=True),
 }
 
 
