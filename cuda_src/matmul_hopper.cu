@@ -16,6 +16,7 @@
 //
 // Bound: up to some 150 rows the weights' 2 N K bytes from memory; beyond, 2 M N K operations.
 #include "rope_store.cuh"
+#include "sample_store.cuh"
 #include "split_sum.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -120,9 +121,9 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   const auto row_of = [&](const Step& at) {
     return (SPLIT ? at.m : at.m * CLUSTER + rank) * kBM;
   };
-  // Weights that no other tile reads leave L2 first; beside float32 results (logits) that is slower.
+  // Weights that no other tile reads leave L2 first; beside logits on their way out that is slower.
   // Other loads have no hint at all: to ask for the normal policy makes them slower, too.
-  const bool once = tiles_m == 1 && sizeof(typename Store::Output) == 2;
+  const bool once = tiles_m == 1 && sizeof(typename Store::Output) != sizeof(float);
   const u64 first_out = evict_first_policy();
   const auto load_weight = [&](int s) {
     const int row = step.n * BN;
@@ -333,6 +334,22 @@ __global__ void __launch_bounds__(
       bias,     positions,    token_slots, block_tables, inv_freq,    q,          kv_cache,
       q_stride, block_stride, num_heads,   num_kv_heads, block_shift, max_blocks, &q_map,
       {M, N}};
+  multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, false>(x_map, weight_map, store, M,
+                                                                       N, K, 1, group);
+}
+
+// The product whose results are logits, of which only a row's best in each tile is wanted: see
+// sample_store.cuh.
+template <typename T, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER, bool ALTERNATE>
+__global__ void __launch_bounds__(
+    128 * CONSUMERS + producer_threads(CONSUMERS, PARTS * BN / 2, false),
+    PARTS * CONSUMERS * BN <= 128 ? 2 : 1)
+    matmul_sample_kernel(const __grid_constant__ TensorMap x_map,
+                         const __grid_constant__ TensorMap weight_map, const i32* sample_slots,
+                         const i32* sample_positions, const RowParams* row_params,
+                         Candidate* candidates, int M, int N, int K, int group) {
+  const SampleStore<BN> store = {sample_slots, sample_positions, row_params, candidates,
+                                 M,            N,                ceil_div(N, BN)};
   multiply<T, PARTS, CONSUMERS, BN, STAGES, CLUSTER, ALTERNATE, false>(x_map, weight_map, store, M,
                                                                        N, K, 1, group);
 }

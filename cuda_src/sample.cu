@@ -18,9 +18,8 @@
 //
 // Work: a cluster of CLUSTER blocks a row, which deal out its tiles of 4 * THREADS logits in turn.
 // Few rows are read once, into shared memory, where all passes over them are; with many, fewer and
-// longer blocks are faster, though they read their row again in each pass. Noise is bounded first:
-// logarithms are computed only for what may beat the warp's best, random words only where a group
-// of logits may.
+// longer blocks are faster, though they read their row again in each pass. Noise is computed for
+// what may beat the warp's best (token_race.cuh).
 //   Few may be left: the j-th largest of the threads' maxima, k <= j * CLUSTER, bounds the k-th
 //   largest from below in each block, so also the least of these; min_p bounds by the best. What
 //   reaches the bound goes to the first block, which ranks it, sums it and draws from it alone.
@@ -29,9 +28,9 @@
 //   above is next.
 // Bound: S * vocab * 4 bytes read, once; with noise for all, also instructions: 20 a logit.
 #include "kth_largest.cuh"
-#include "philox.cuh"
 #include "row_params.cuh"
 #include "row_part.cuh"
+#include "token_race.cuh"
 #include "token_weight.cuh"
 
 // top_p alone: what weighs less than 2^-kDepth of the best is hoped to lie outside of it.
@@ -41,39 +40,27 @@ constexpr float kDepth = 10.0f;
 template <typename PartT, typename Weigh>
 __device__ __forceinline__ Candidate winner(PartT& part, float lowest, float temperature,
                                             uint2 seed, u32 position, u64 floor, Weigh weight) {
-  // With noise a logit is at most logit + most - spread * log2 of its word: ln 2, and a little.
-  const float spread = temperature * 0.693155f, most = spread * 32.0001f;
+  Race race(temperature, -CUDART_INF_F, lowest);
   const PhiloxKeys keys = philox_keys(seed);
   Candidate best = no_candidate();
-  float reach = lowest;          // a smaller logit can't win
-  float bar = -CUDART_INF_F;     // nor one that is at most this + most
   part.for_each([&](const Vec<float, 4>& values, u32 index) {
-    if (!__any_sync(kFullMask, largest(values) >= reach)) return;
-    u32 word[4] = {};
+    if (!__any_sync(kFullMask, largest(values) >= race.reach)) return;
+    Vec<u32, 4> word = {};
     Vec<float, 4> bound = values;
     if (temperature > 0.0f) {
-      const uint4 words = philox4x32(make_uint4(index / 4, position, 0, 0), keys);
-      word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) bound.v[i] = fmaf(-spread, log2_of_word(word[i]), bound.v[i]);
-      if (!__any_sync(kFullMask, largest(bound) >= bar)) return;
+      word = race.words(keys, index, position);
+      bound = race.bounds(values, word);
+      if (!__any_sync(kFullMask, largest(bound) >= race.bar)) return;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (!(values.v[i] >= lowest && bound.v[i] >= bar)) continue;
-      float value = values.v[i];
-      if (temperature > 0.0f) {
-        value = __fadd_rn(value, __fmul_rn(temperature, gumbel(word[i])));
-      }
-      const Candidate candidate{value, static_cast<i32>(index) + i};
+      if (!(values.v[i] >= lowest && bound.v[i] >= race.bar)) continue;
+      const Candidate candidate{race.value(values.v[i], word.v[i]), static_cast<i32>(index) + i};
       if (before(candidate, best) && (floor == 0 || weight(values.v[i]) >= floor)) {
         best = candidate;
       }
     }
-    bar = warp_max(best.value);
-    reach = fmaxf(lowest, __fmaf_rd(-kMaxGumbel, temperature, bar));
-    // Rounded down, and by more than the roundings of the bound and of the sum.
-    if (temperature > 0.0f) bar = __fmaf_rd(fabsf(bar), -0x1p-22f, __fsub_rd(bar, most));
+    race.pass(warp_max(best.value), lowest);
   });
   best = over_block(best, no_candidate(), part.shared.candidates, warp_best);
   return part.exchange(best, no_candidate(), &Shared::Message::candidates, warp_best);

@@ -22,7 +22,7 @@ template <typename T> __device__ __forceinline__ T block_sum(T x, T* scratch) {
 }
 
 // A value and where it was found.
-struct Candidate {
+struct alignas(8) Candidate {
   float value;
   i32 index;
 };
@@ -36,15 +36,20 @@ __device__ __forceinline__ bool before(Candidate a, Candidate b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
-__device__ __forceinline__ Candidate warp_best(Candidate x) {
+// The first of those of LANES neighbours, in each of them.
+template <int LANES> __device__ __forceinline__ Candidate best_of_lanes(Candidate x) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+  for (int offset = LANES / 2; offset > 0; offset /= 2) {
     Candidate other;
     other.value = __shfl_xor_sync(kFullMask, x.value, offset);
     other.index = __shfl_xor_sync(kFullMask, x.index, offset);
     if (before(other, x)) x = other;
   }
   return x;
+}
+
+__device__ __forceinline__ Candidate warp_best(Candidate x) {
+  return best_of_lanes<kWarpSize>(x);
 }
 
 // The first of the block's candidates, in every thread; the same rules as block_sum.

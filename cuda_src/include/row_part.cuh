@@ -163,7 +163,3 @@ __device__ __forceinline__ T over_block(T x, T none, T* scratch, Combine combine
   __syncthreads();
   return combine(lane < blockDim.x / kWarpSize ? scratch[lane] : none);
 }
-
-__device__ __forceinline__ float largest(const Vec<float, 4>& x) {
-  return fmaxf(fmaxf(x.v[0], x.v[1]), fmaxf(x.v[2], x.v[3]));
-}

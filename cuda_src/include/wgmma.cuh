@@ -34,6 +34,13 @@ template <int Pending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
+// After the wait for the last products: what uses d stays behind it. Only what has a place of its own
+// in the order of things, as stores have, does so anyway.
+template <int N> __device__ __forceinline__ void wgmma_done(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // What this thread wrote to shared memory (cp.async included, once waited for) is seen by products
 // and copies by tensor map that are started after a barrier that follows.
 __device__ __forceinline__ void fence_async() {

@@ -44,7 +44,7 @@ def test_ops_of_a_kernel():
         "matmul_add o_proj": 3,
         "norm_matmul_silu_mul gate_proj+": 3,
         "matmul_add down_proj": 3,
-        "norm_matmul embed_tokens": 1,
+        "norm_matmul_sample embed_tokens": 1,
     }
     assert uses_of("no such kernel") == []
 

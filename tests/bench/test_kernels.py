@@ -26,7 +26,7 @@ def test_ops_of_all_layers_share_a_label_and_products_are_told_apart():
         "matmul_add o_proj",
         "norm_matmul_silu_mul gate_proj+",
         "matmul_add down_proj",
-        "norm_matmul embed_tokens",
+        "norm_matmul_sample embed_tokens",
     }
     assert labels.count("rope_attention") == labels.count("matmul_add o_proj") == 16
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tinyvllm.ops.program import OUTPUT, TEMP, Buffer, Op, Program, Weight
+from tinyvllm.util import DType
 
 # Rows of gate and up that alternate in the packed weight: one n8 column tile of an mma holds
 # eight of them, so that a thread finds a gate value and its up value in neighbouring tiles.
@@ -184,6 +185,23 @@ def fuse_norm(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int,
     return 2, Op(f"norm_{product.kind}", operands, norm.attrs, parts, local)
 
 
+def fuse_sample(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
+    """Plain sampling in the product that makes the logits for it alone."""
+    if len(ops) < i + 2 or ops[i].kind not in ("matmul", "norm_matmul"):
+        return None
+    product, sample = ops[i : i + 2]
+    logits = product.operands["y"]
+    if sample.kind != "sample" or sample.attrs["filtered"] or sample.operands["logits"] != logits:
+        return None
+    if readers[logits] != 1 or "bias" in product.operands or p.buffers[logits].dtype != DType.F32:
+        return None
+    operands = {**product.operands, **sample.operands}
+    del operands["y"], operands["logits"]
+    parts = (*(product.parts or (product,)), sample)
+    local = (*product.local, p.buffers[logits])
+    return 2, Op(f"{product.kind}_sample", operands, product.attrs, parts, local)
+
+
 def name_ahead(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int, Op] | None:
     """Attention learns which large weights are next but one, so that it can bring them to L2: the
     output product between them is short."""
@@ -199,8 +217,8 @@ def name_ahead(p: Program, ops: list[Op], i: int, readers: Readers) -> tuple[int
 COMMON: list[Rule] = [fuse_silu_mul, merge_qkv, fuse_rope_kv_write, fuse_matmul_add]
 RULES: dict[str, list[Rule]] = {
     "primitive": [],
-    "prefill": [*COMMON, fuse_qkv],
-    "decode": [*COMMON, fuse_rope_attention, fuse_norm, name_ahead],
+    "prefill": [*COMMON, fuse_qkv, fuse_sample],
+    "decode": [*COMMON, fuse_rope_attention, fuse_norm, fuse_sample, name_ahead],
 }
 
 

@@ -164,11 +164,11 @@ class HopperTile(NamedTuple):
         cols = self.cols // 2 if silu else self.cols
         return next(c for c in (64, 32, 16) if cols % c == 0)
 
-    def smem(self, split: int) -> int:
+    def smem(self, split: int, warp_buffer: int = HOPPER_WARP_BUFFER) -> int:
         """Bytes of dynamic shared memory: stages, without split a buffer for each warp's results,
         barriers."""
         tiles = self.stages * (self.rows + self.cols) * TILE_K * 2
-        buffers = self.consumers * 4 * HOPPER_WARP_BUFFER if split == 1 else 0
+        buffers = self.consumers * 4 * warp_buffer if split == 1 else 0
         return tiles + buffers + 8 * (2 * self.stages + self.consumers + 1)
 
     def threads(self, split: int) -> int:
