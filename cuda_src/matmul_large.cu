@@ -11,7 +11,7 @@
 // Bound: 2 M N K operations, of which mma.sync reaches 0.62 of what wgmma does on Hopper; from L2
 // come 2 M N K (1 / BM + 1 / BN) bytes. Tiles are numbered so that those that are worked on
 // together share both operands: see tile_of_block.
-#include "warp_store.cuh"
+#include "row_store.cuh"
 
 // Copies of ROWS x DEPTH of a matrix into a buffer by all threads, part by part.
 template <typename T, int ROWS, int DEPTH, int THREADS> struct Copies {
@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, WARPS_M* WARPS_N 
   constexpr u32 kStageBytes = (BM + BN) * kRowBytes;
   using CopiesOfX = Copies<T, BM, DEPTH, kThreads>;
   using CopiesOfWeight = Copies<T, BN, DEPTH, kThreads>;
-  using Store = WarpStore<T, Out, kWarpN, SILU>;
+  using Pieces = RowPieces<Out, kWarpN, SILU, false>;
+  using Store = RowStore<T, Out, kWarpN, SILU, Pieces>;
   static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kSteps % 2 == 0);
 
   extern __shared__ __align__(128) u8 shared[];  // STAGES x (x tile, weight tile), warps' results
@@ -178,11 +179,14 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, WARPS_M* WARPS_N 
     }
 
     const int2 at = tile_of_block(tile, tiles_m, tiles_n);
-    const Store store = {bias, residual, y, M, SILU ? N / 2 : N, residual_stride, y_stride,
-                         end + warp * Store::kBytes};
+    Store store = {bias, residual, y, residual_stride, y_stride, nullptr, {M, SILU ? N / 2 : N}};
+    store.pieces.use(end + warp * Pieces::kBytes);
 #pragma unroll
     for (int m = 0; m < kTilesM; m++) {
-      store(sum[m], at.x * BM + warp_row + m * 16, at.y * BN + warp_col);
+      const int row0 = at.x * BM + warp_row + m * 16, weight_row = at.y * BN + warp_col;
+      typename Store::Ahead residual_of_rows;
+      store.load(residual_of_rows, row0, weight_row);
+      store.store(sum[m], residual_of_rows, row0, weight_row);
     }
   }
   cp_async_wait<0>();

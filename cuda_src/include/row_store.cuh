@@ -1,4 +1,5 @@
-// What becomes of a warp's 16 rows of sums on their way to global memory, in matmul_hopper.cu.
+// What becomes of a warp's 16 rows of sums on their way to global memory, in matmul_hopper.cu and
+// matmul_large.cu.
 #pragma once
 
 #include "matmul_tile.cuh"
@@ -7,8 +8,9 @@
 
 // A warp's 16 rows of sums, which are put together in shared memory in pieces of columns and leave
 // from there: by TMA, or in whole lines where there is no map for it or the rows are not all in y.
-// With SILU y has the products of pairs of 8 columns.
-template <typename Out, int BN, bool SILU> struct RowPieces {
+// With SILU y has the products of pairs of 8 columns. BY_MAP is false where there never is a map:
+// for logits, as they have odd numbers of columns, and on other GPUs.
+template <typename Out, int BN, bool SILU, bool BY_MAP = sizeof(Out) == 2> struct RowPieces {
   static constexpr int kOperands = SILU ? 2 : 1;
   static constexpr int kCols = BN / kOperands;  // of y
   static constexpr int kMaxPiece = 128 / sizeof(Out);
@@ -20,8 +22,8 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
   static constexpr int kTurns = 16 / kRows;
   static constexpr u32 kPitch = kPiece * sizeof(Out);
   static constexpr u32 kPieceBytes = 16 * kPitch;
-  static constexpr u32 kBytes = 4096;  // of shared memory for each warp: up to two pieces
-  static constexpr bool kByMap = sizeof(Out) == 2;  // logits have odd numbers of columns
+  // Of shared memory for each warp: up to two pieces, or one with padded rows.
+  static constexpr u32 kBytes = BY_MAP ? 4096 : kPieceBytes + 16 * 16;
 
   int M, num_cols;
   u32 buffer, other;  // for the next piece, and with one that TMA may still read
@@ -35,7 +37,7 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
   // Where a row has a byte of its chunk-th 16, so that lanes of a fragment hit all banks: as TMA wants
   // it (driver/spec.py's TensorMap with `swizzle` of kPitch), or padded, which takes less registers.
   __device__ __forceinline__ u32 place(u32 row, u32 chunk, u32 byte = 0) const {
-    if constexpr (!kByMap) return buffer + row * (kPitch + 16) + chunk * 16 + byte;
+    if constexpr (!BY_MAP) return buffer + row * (kPitch + 16) + chunk * 16 + byte;
     const u32 key = row * kPitch / 128 % (kPitch / 16);
     return (buffer + row * kPitch + key * 16 + byte) ^ (chunk * 16);
   }
@@ -54,7 +56,7 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
   __device__ __forceinline__ void write(const float (&sum)[BN / 2], int row0, int col0,
                                         const TensorMap* map, bool aligned, At at) {
     const int lane = threadIdx.x % kWarpSize;
-    if constexpr (kByMap) {
+    if constexpr (BY_MAP) {
       if (lane == 0) tma_store_wait_read<1>();
       __syncwarp();
     }
@@ -74,7 +76,7 @@ template <typename Out, int BN, bool SILU> struct RowPieces {
         }
       }
     }
-    if constexpr (kByMap) {
+    if constexpr (BY_MAP) {
       if (map != nullptr && row0 + 16 <= M) {
         fence_async();
         __syncwarp();
@@ -141,9 +143,10 @@ __device__ __forceinline__ void add_bias(float (&sum)[BN / 2], const T* bias, in
 // Sums get bias and residual and become y. It and others that stand in its place tell the kernel
 // what follows from the tile by their types; load() is called before the products, store() after them
 // with what it has loaded, for 16 rows of a tile that begins at `weight_row`.
-template <typename T, typename Out, int BN, bool SILU> struct RowStore {
+template <typename T, typename Out, int BN, bool SILU, typename PiecesOf = RowPieces<Out, BN, SILU>>
+struct RowStore {
   using Output = Out;
-  using Pieces = RowPieces<Out, BN, SILU>;
+  using Pieces = PiecesOf;
   static constexpr int kPiece = Pieces::kPiece;
   using Ahead = u32[kPiece / 8][2];  // the residual's elements that belong to a piece
   static constexpr bool kSilu = SILU;
