@@ -294,7 +294,7 @@ def test_hopper_tiles(device, monkeypatch, tile, split, act):
     if device.info.kernel_path != "hopper":
         pytest.skip("needs the Hopper path")
     monkeypatch.setattr(device, "info", replace(device.info, num_sms=4))
-    monkeypatch.setattr(matmul_choice, "_hopper_tile", lambda *_: (tile, split))
+    monkeypatch.setattr(matmul_choice, "hopper_tile", lambda *_: (tile, split))
     M, K = tile.rows * tile.cluster + 37, 64 * 2 * split + 72
     program = product(2 * tile.cols + 41, K, dtype=DType.F32)
     arrays = random_arrays(program, M)

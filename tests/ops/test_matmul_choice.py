@@ -8,13 +8,13 @@ import pytest
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.ops import matmul_tiles
-from tinyvllm.ops.matmul_choice import (
+from tinyvllm.ops.matmul_choice import choose
+from tinyvllm.ops.matmul_kernels import (
     MATMUL,
     MATMUL_FEW_ROWS,
     MATMUL_HOPPER,
     MATMUL_LARGE,
     MATMUL_WIDE,
-    choose,
 )
 from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS,

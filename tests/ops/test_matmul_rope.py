@@ -10,7 +10,7 @@ from test_rope import layer_program, problem, with_padding
 from tinyvllm.driver.devices import DEVICES
 from tinyvllm.ops.executor import described, plan_program
 from tinyvllm.ops.lower import RULES, fuse_qkv, fuse_rope_kv_write, lower, merge_qkv
-from tinyvllm.ops.matmul_choice import MATMUL_HOPPER, MATMUL_ROPE_KV_WRITE, MATMUL_WIDE
+from tinyvllm.ops.matmul_kernels import MATMUL_HOPPER, MATMUL_ROPE_KV_WRITE, MATMUL_WIDE
 from tinyvllm.ops.program import OUTPUT
 from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType

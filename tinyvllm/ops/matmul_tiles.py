@@ -30,6 +30,8 @@ from tinyvllm.util import ceil_div
 TILE_K = 64  # elements of K in a step, for all kernels here
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 HOPPER_MAX_SPLIT = 6
+MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
+MAX_CLUSTERED = 0.75  # of the places for blocks on the device: see matmul_choice.py
 HOPPER_WARP_BUFFER = 2 * 16 * 128  # bytes: two pieces of 16 rows of at most 128 bytes
 WARP_BUFFER = 16 * (128 + 16)  # in matmul_large.cu, rows are padded
 
@@ -176,6 +178,12 @@ class HopperTile(NamedTuple):
         sums = self.consumers * self.parts * self.cols
         gives = self.consumers > 1 and sums >= 384 and split == 1
         return 128 * self.consumers + (128 if gives else 32)
+
+
+def num_tiles(tile: Tile | LargeTile | WideTile | HopperTile, M: int, N: int) -> int:
+    """Of which y (M, N) consists, for whole clusters of them."""
+    cluster = tile.cluster if isinstance(tile, HopperTile) else 1
+    return ceil_div(M, tile.rows * cluster) * cluster * ceil_div(N, tile.cols)
 
 
 # From the deepest queues and least blocks an SM on: see matmul_choice.py.
