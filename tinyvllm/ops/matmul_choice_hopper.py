@@ -13,7 +13,6 @@ from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.ops.matmul_kernels import MATMUL_HOPPER, Choice
 from tinyvllm.ops.matmul_tiles import (
     HOPPER_LARGE,
-    HOPPER_LARGE_ROPE,
     HOPPER_LARGE_ROWS,
     HOPPER_US,
     MAX_CLUSTERED,
@@ -22,13 +21,14 @@ from tinyvllm.ops.matmul_tiles import (
     HopperTile,
     num_tiles,
 )
-from tinyvllm.util import ceil_div
+from tinyvllm.util import align_up, ceil_div
 
 HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
-HOPPER_CLUSTERED = 256
+HOPPER_NARROW = 64  # rows and columns: with as few rows memory decides, and no wider tile won
+HOPPER_CLUSTERED = 256  # up to as many rows clusters that share weights were measured
 HOPPER_MEETING = 0.5  # us that blocks wait for each other's start in a cluster
 HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
-HOPPER_L2_PAIRS = 13e6  # where two stages are loaded together, all of K by one block
+HOPPER_L2_PAIRS = 13e6  # where two stages are loaded together, all of K by one block alone
 
 
 def hopper_choice(
@@ -74,9 +74,8 @@ def hopper_tile(
     """The tile and split of K with the least estimated time; with `head_dim`, those whose sums of a
     head are all in one thread block.
     """
-    large = HOPPER_LARGE_ROPE.get(head_dim, HOPPER_LARGE)
-    if M >= HOPPER_LARGE_ROWS and N % large.cols == 0:
-        return large, 1
+    if M >= HOPPER_LARGE_ROWS and N % HOPPER_LARGE.cols == 0:
+        return HOPPER_LARGE, 1
 
     def time(of: tuple[HopperTile, int]) -> float:
         tile, split = of
@@ -84,21 +83,25 @@ def hopper_tile(
         waves = ceil_div(tiles * split, device.num_sms)
         products = waves * HOPPER_US[tile][silu] * K / 2048 / split
         edges = HOPPER_EDGES * (1 if tile.alternate else waves)
-        speed = HOPPER_L2_PAIRS if tile.boxes == 2 and split == 1 else HOPPER_L2
+        alone = split == tile.cluster == 1
+        speed = HOPPER_L2_PAIRS if tile.boxes == 2 and alone else HOPPER_L2
         loaded = tiles * (tile.rows + tile.cols / tile.cluster) * K * 2
         summed = 1 + 0.4 * split + tile.rows * tile.cols / 4000 if split > 1 else 0.0
         if tile.cluster > 1:
             edges += HOPPER_MEETING
         return edges + max(products, loaded / speed) + summed
 
-    # No warpgroup is without rows. Clusters were measured for up to HOPPER_CLUSTERED rows.
-    tiles = [
-        t
-        for t in HOPPER_US
-        if t.rows * t.cluster < M + 64
-        and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
-        and not (head_dim and (t.cols % head_dim or t.smem(1) > device.smem_per_block))
-    ]
+    def fits(tile: HopperTile) -> bool:
+        if head_dim and (tile.cols % head_dim or tile.smem(1) > device.smem_per_block):
+            return False
+        if M <= HOPPER_NARROW < tile.cols:
+            return False
+        rows = tile.rows * tile.cluster
+        if tile.cluster > 1:  # no block without rows, which is slower than one with
+            return M <= HOPPER_CLUSTERED and align_up(M, rows) < M + 64
+        return rows < M + 64  # no warpgroup
+
+    tiles = [t for t in HOPPER_US if fits(t)]
     if head_dim:  # three consumers have no registers to spare for sines
         tiles = [t for t in tiles if t.consumers < 3]
         return min(((t, 1) for t in tiles), key=time)
