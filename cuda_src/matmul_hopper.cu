@@ -74,6 +74,14 @@ __host__ __device__ constexpr int boxes_per_stage(int rows, int cols) {
   return rows * cols <= 64 * 64 ? 2 : 1;
 }
 
+// Whether weights are the first that L2 drops: where no other tile reads them, and with few rows
+// also where others do, as those read at about the same time. The other loads have no hint at all:
+// to ask for the normal policy makes them slower, as the hint does beside logits on their way out.
+template <typename Output> __device__ __forceinline__ bool leave_first(int M, int tiles_m) {
+  constexpr int kFewRows = 256;
+  return sizeof(Output) == 2 ? M <= kFewRows : tiles_m == 1 && sizeof(Output) != sizeof(float);
+}
+
 // `store_rows` is RowStore or what stands in its place, but for the address of its buffer.
 template <typename T, int PARTS, int CONSUMERS, int BN, int STAGES, int CLUSTER, bool ALTERNATE,
           bool SPLIT, typename Store>
@@ -121,9 +129,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
   const auto row_of = [&](const Step& at) {
     return (SPLIT ? at.m : at.m * CLUSTER + rank) * kBM;
   };
-  // Weights that no other tile reads leave L2 first; beside logits on their way out that is slower.
-  // Other loads have no hint at all: to ask for the normal policy makes them slower, too.
-  const bool once = tiles_m == 1 && sizeof(typename Store::Output) != sizeof(float);
+  const bool hinted = leave_first<typename Store::Output>(M, tiles_m);
   const u64 first_out = evict_first_policy();
   const auto load_weight = [&](int s) {
     const int row = step.n * BN;
@@ -133,7 +139,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
       const u32 dst = stages + s * kStageBytes + box * kBoxBytes;
       const int k = (step.k * kBoxes + box) * kTileK;
       if constexpr (CLUSTER == 1) {
-        if (once) {
+        if (hinted) {
           tma_load(dst, weight_map, row, k, full + 8 * s, first_out);
         } else {
           tma_load(dst, weight_map, row, k, full + 8 * s);
@@ -142,7 +148,7 @@ __device__ __forceinline__ void multiply(const TensorMap& x_map, const TensorMap
         const u32 part = dst + rank * (kWeightBytes / CLUSTER);
         const int part_row = row + rank * (BN / CLUSTER);
         constexpr u16 kAll = (1 << CLUSTER) - 1;
-        if (once) {
+        if (hinted) {
           tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll, first_out);
         } else {
           tma_load_multicast(part, weight_map, part_row, k, full + 8 * s, kAll);

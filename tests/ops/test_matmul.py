@@ -122,7 +122,7 @@ def test_launch_takes_grid_and_cluster_from_the_choice():
     launch = matmul.matmul_launch(operands(64, 2048, 8192), H200)
     assert (launch.grid, launch.cluster, launch.args[-2]) == ((96, 1, 1), 3, 3)
     launch = matmul.matmul_launch(operands(256, 3072, 2048), H200)
-    assert (launch.grid, launch.cluster, launch.args[-2]) == ((128, 1, 1), 2, 1)
+    assert (launch.grid, launch.cluster, launch.args[-2]) == ((96, 1, 1), 2, 1)
     launch = matmul.matmul_launch(operands(32, 2048, 8192), H200)
     assert (launch.grid, launch.cluster, launch.args[-1]) == ((160, 1, 1), 5, 5)
     launch = matmul.matmul_launch(operands(1, 2048, 2048), H200)
@@ -294,7 +294,7 @@ def test_hopper_tiles(device, monkeypatch, tile, split, act):
     if device.info.kernel_path != "hopper":
         pytest.skip("needs the Hopper path")
     monkeypatch.setattr(device, "info", replace(device.info, num_sms=4))
-    monkeypatch.setattr(matmul_choice, "_hopper_tile", lambda *_: (tile, split))
+    monkeypatch.setattr(matmul_choice, "hopper_tile", lambda *_: (tile, split))
     M, K = tile.rows * tile.cluster + 37, 64 * 2 * split + 72
     program = product(2 * tile.cols + 41, K, dtype=DType.F32)
     arrays = random_arrays(program, M)

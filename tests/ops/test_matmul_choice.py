@@ -8,13 +8,13 @@ import pytest
 from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.ops import matmul_tiles
-from tinyvllm.ops.matmul_choice import (
+from tinyvllm.ops.matmul_choice import choose, choose_rope
+from tinyvllm.ops.matmul_kernels import (
     MATMUL,
     MATMUL_FEW_ROWS,
     MATMUL_HOPPER,
     MATMUL_LARGE,
     MATMUL_WIDE,
-    choose,
 )
 from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS,
@@ -110,17 +110,20 @@ def test_choices_for_few_rows_on_hopper_are_those_that_were_measured_to_win(M, N
         (64, 2048, 2048, (64, 64), 3),
         (64, 16384, 2048, (64, 64), 1),
         (64, 2048, 8192, (64, 64), 3),
-        (128, 3072, 2048, (64, 64), 1),
-        (128, 2048, 2048, (64, 64), 1),
+        (65, 3072, 2048, (2 * 64, 64), 1),
+        (128, 3072, 2048, (2 * 64, 64), 1),
+        (128, 2048, 2048, (2 * 64, 64), 1),
         (128, 16384, 2048, (128, 128), 1),
         (97, 2048, 8192, (128, 96), 5),
         (128, 2048, 8192, (128, 96), 5),
-        (192, 3072, 2048, (3 * 64, 96), 1),
+        (129, 3072, 2048, (64, 96), 1),
+        (192, 3072, 2048, (64, 96), 1),
+        (192, 2048, 2048, (64, 64), 1),
         (192, 16384, 2048, (192, 128), 1),
         (192, 128256, 2048, (192, 128), 1),
         (192, 2048, 8192, (192, 96), 5),
-        (193, 3072, 2048, (2 * 64, 96), 1),
-        (256, 3072, 2048, (2 * 64, 96), 1),
+        (193, 3072, 2048, (2 * 64, 128), 1),
+        (256, 3072, 2048, (2 * 64, 128), 1),
         (256, 2048, 2048, (64, 64), 1),
         (256, 16384, 2048, (2 * 128, 256), 1),
         (256, 128256, 2048, (128, 128), 1),
@@ -142,6 +145,27 @@ def test_choices_for_few_rows_on_hopper_are_those_that_were_measured_to_win(M, N
 def test_choices_on_hopper_are_those_that_were_measured_to_win(M, N, K, tile, split):
     choice = choose(M, N, K, H200, silu=N == 16384)
     assert (choice.kernel, tile_of(choice), choice.split) == (MATMUL_HOPPER, tile, split)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_large_products_with_rope_walk_as_many_rows_as_without_a_cluster(head_dim):
+    choice = choose_rope(8192, 3072, 2048, head_dim, H200)
+    tile = matmul_tiles.HopperTile(*choice.template[:-1])
+    assert (tile.rows, tile.cols, tile.cluster, choice.group) == (128, 256, 2, 8)
+    small = choose_rope(1024, 3072, 2048, 64, H200)
+    assert (*small.boxes, small.cluster, small.group) == (128, 192, 1, 16)
+
+
+def test_no_block_of_a_cluster_that_shares_weights_is_without_rows():
+    seen = set()
+    for M in range(33, 1100, 3):
+        for N, K in SHAPES[1:]:
+            for choice in (choose(M, N, K, H200), choose_rope(M, N, K, 64, H200)):
+                if choice is None or choice.split > 1 or choice.cluster == 1:
+                    continue
+                assert -(-M // choice.boxes[0]) % choice.cluster == 0
+                seen.add(choice.boxes)
+    assert len(seen) > 1
 
 
 @pytest.mark.parametrize("M, N, tile", [(16, 3072, (16, 64)), (33, 2048, (64, 64))])

@@ -11,7 +11,7 @@ from tinyvllm.driver.devices import DEVICES
 from tinyvllm.ops import matmul_sample
 from tinyvllm.ops.executor import described, plan_program
 from tinyvllm.ops.lower import RULES, fuse_norm, fuse_sample, lower
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, MATMUL_LARGE, MATMUL_WIDE
+from tinyvllm.ops.matmul_kernels import MATMUL_FEW_ROWS, MATMUL_LARGE, MATMUL_WIDE
 from tinyvllm.ops.matmul_sample import (
     LOGITS_ROWS,
     MATMUL_SAMPLE,

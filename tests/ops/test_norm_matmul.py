@@ -5,7 +5,7 @@ import pytest
 from harness import check_cuda, run_cuda, run_numpy
 
 from tinyvllm.driver.devices import DEVICES
-from tinyvllm.ops import matmul_choice
+from tinyvllm.ops import matmul_kernels
 from tinyvllm.ops.executor import described, plan_program
 from tinyvllm.ops.lower import RULES, fuse_norm, fuse_silu_mul, lower
 from tinyvllm.ops.program import INPUT, OUTPUT, Program
@@ -77,10 +77,10 @@ def launches(fused, M, act=DType.BF16):
 
 
 def test_one_kernel_where_the_kernel_for_few_rows_runs(fused):
-    assert [one.spec.kernel for one in launches(fused, 1)] == [matmul_choice.MATMUL_FEW_ROWS]
+    assert [one.spec.kernel for one in launches(fused, 1)] == [matmul_kernels.MATMUL_FEW_ROWS]
     norm, product = launches(fused, 64)
     assert norm.spec.kernel.file == "rms_norm.cu"
-    assert product.spec.kernel is matmul_choice.MATMUL_HOPPER
+    assert product.spec.kernel is matmul_kernels.MATMUL_HOPPER
 
 
 def test_float16_is_normed_first(fused):

@@ -9,13 +9,8 @@ import numpy as np
 
 from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
 from tinyvllm.memory.array import DeviceArray
-from tinyvllm.ops.matmul_choice import (
-    MATMUL_FEW_ROWS,
-    MATMUL_HOPPER,
-    MATMUL_LARGE,
-    Choice,
-    choose,
-)
+from tinyvllm.ops.matmul_choice import choose
+from tinyvllm.ops.matmul_kernels import MATMUL_FEW_ROWS, MATMUL_HOPPER, MATMUL_LARGE, Choice
 from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program

@@ -28,90 +28,37 @@ takes 13.8 us for down, 128x128/8 21.4.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
-from tinyvllm.driver.spec import DeviceInfo, Kernel
+from tinyvllm.driver.spec import DeviceInfo
+from tinyvllm.ops.matmul_choice_hopper import hopper_choice, hopper_tile
+from tinyvllm.ops.matmul_kernels import (
+    MATMUL,
+    MATMUL_FEW_ROWS,
+    MATMUL_LARGE,
+    MATMUL_ROPE_KV_WRITE,
+    MATMUL_WIDE,
+    Choice,
+)
 from tinyvllm.ops.matmul_tiles import (
     FEW_ROWS,
     FEW_ROWS_COLS,
     FEW_ROWS_MAX,
-    HOPPER_LARGE,
-    HOPPER_LARGE_ROPE,
-    HOPPER_LARGE_ROWS,
-    HOPPER_US,
     LARGE_US,
+    MAX_CLUSTERED,
+    MIN_SPLIT_TILES,
     SPLIT_TILES,
     TILE_K,
     TILES,
     WIDE_TILES,
     FewRows,
-    HopperTile,
     LargeTile,
     Tile,
     WideTile,
+    num_tiles,
 )
 from tinyvllm.util import ceil_div
 
-_SIGNATURE = (
-    "ptr x, ptr weight, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
-    "i32 x_stride, i32 residual_stride, i32 y_stride"
-)
-MATMUL = Kernel("matmul.cu", "matmul_kernel", f"{_SIGNATURE}, i32 split", pdl=True)
-MATMUL_LARGE = Kernel("matmul_large.cu", "matmul_large_kernel", _SIGNATURE, pdl=True)
-MATMUL_WIDE = Kernel(
-    "matmul_wide.cu", "matmul_wide_kernel", f"{_SIGNATURE}, i32 split", arch="sm_90a", pdl=True
-)
-MATMUL_HOPPER = Kernel(
-    "matmul_hopper.cu",
-    "matmul_hopper_kernel",
-    "map x_map, map weight_map, map y_map, ptr bias, ptr residual, ptr y, i32 M, i32 N, i32 K, "
-    "i32 residual_stride, i32 y_stride, i32 by_map, i32 split, i32 group",
-    arch="sm_90a",
-    pdl=True,
-)
-MATMUL_ROPE_KV_WRITE = Kernel(
-    "matmul_hopper.cu",
-    "matmul_rope_kv_write_kernel",
-    "map x_map, map weight_map, map q_map, ptr bias, ptr positions, ptr token_slots, "
-    "ptr block_tables, ptr inv_freq, ptr q, ptr kv_cache, i32 M, i32 N, i32 K, i32 q_stride, "
-    "i64 block_stride, i32 num_heads, i32 num_kv_heads, i32 block_shift, i32 max_blocks, i32 group",
-    arch="sm_90a",
-    pdl=True,
-)
-MATMUL_FEW_ROWS = Kernel(
-    "matmul_few_rows.cu",
-    "matmul_few_rows_kernel",
-    "ptr x, ptr weight, ptr bias, ptr norm_weight, ptr residual, ptr y, i32 M, i32 N, i32 K, "
-    "i32 x_stride, i32 residual_stride, i32 y_stride, f32 eps",
-    pdl=True,
-)
-
-MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
-MAX_CLUSTERED = 0.75  # of the places for blocks on the device; see above
-HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
-HOPPER_CLUSTERED = 256
-HOPPER_MEETING = 0.5  # us that blocks wait for each other's start in a cluster
-HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
-HOPPER_L2_PAIRS = 13e6  # where two stages are loaded together, all of K by one block
 ROPE_ROWS = {64: 33, 128: 65}  # by head_dim: rows from which on tiles have whole heads
 SM_RESERVED = 1024  # bytes of shared memory that the system takes for each block
-
-
-class Choice(NamedTuple):
-    """How a product is launched; `template` lacks the element types before and silu after it."""
-
-    kernel: Kernel
-    template: tuple[int, ...]
-    blocks: int
-    threads: int
-    smem: int
-    split: int = 1
-    pdl: bool = True
-    cluster: int = 1
-    boxes: tuple[int, int] = (0, 0)  # rows of x and of weight in a copy by TMA
-    piece: int = 0  # columns of y in one
-    group: int = 16  # tiles along M that are worked on before the next column of tiles
 
 
 def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) -> Choice:
@@ -123,14 +70,14 @@ def choose(M: int, N: int, K: int, device: DeviceInfo, *, silu: bool = False) ->
     if device.kernel_path == "hopper" and WIDE_TILES[-1].rows >= M:
         wide = next(t for t in WIDE_TILES if t.rows >= M)
         split = _split(wide, M, N, K, device)
-        blocks = _tiles(wide, M, N) * split
+        blocks = num_tiles(wide, M, N) * split
         return Choice(MATMUL_WIDE, tuple(wide), blocks, 128, wide.smem, split, cluster=split)
     if device.kernel_path == "hopper":
-        tile, split = _hopper_tile(M, N, K, device, silu)
+        tile, split = hopper_tile(M, N, K, device, silu)
         return hopper_choice(tile, split, M, N, device, silu=silu)
     if _has_clusters(device) and SPLIT_TILES[-1].rows >= M:
         small = next(t for t in SPLIT_TILES if t.rows >= M)
-        tiles, split = _tiles(small, M, N), _split(small, M, N, K, device)
+        tiles, split = num_tiles(small, M, N), _split(small, M, N, K, device)
         return Choice(
             MATMUL, small[:5], tiles * split, small.threads, small.smem, split, cluster=split
         )
@@ -144,31 +91,12 @@ def choose_rope(M: int, N: int, K: int, head_dim: int, device: DeviceInfo) -> Ch
     """
     if device.kernel_path != "hopper" or head_dim not in ROPE_ROWS or ROPE_ROWS[head_dim] > M:
         return None
-    tile, _ = _hopper_tile(M, N, K, device, silu=False, head_dim=head_dim)
+    tile, _ = hopper_tile(M, N, K, device, silu=False, head_dim=head_dim)
     choice = hopper_choice(tile, 1, M, N, device)
-    return choice._replace(kernel=MATMUL_ROPE_KV_WRITE, template=(*tile, head_dim))
-
-
-def hopper_choice(
-    tile: HopperTile, split: int, M: int, N: int, device: DeviceInfo, *, silu: bool = False
-) -> Choice:
-    """A launch of matmul_hopper.cu: a block for each tile and part of K, or blocks that stay."""
-    assert split <= tile.max_split
-    together = tile.cluster * split
-    clusters = _tiles(tile, M, N) // tile.cluster
-    if split == 1:
-        clusters = min(clusters, device.num_sms // tile.cluster)
-    return Choice(
-        MATMUL_HOPPER,
-        (*tile, split > 1),
-        clusters * together,
-        tile.threads(split),
-        tile.smem(split),
-        split,
-        cluster=together,
-        boxes=(tile.rows, tile.cols // tile.cluster),
-        piece=tile.piece(silu),
-    )
+    # Groups of as many rows as without a cluster: 171 instead of 189 us at 8192 rows. Others of the
+    # large products have more columns, or do not care: gate and up 840 instead of 830.
+    group = choice.group // tile.cluster
+    return choice._replace(kernel=MATMUL_ROPE_KV_WRITE, template=(*tile, head_dim), group=group)
 
 
 def _few_rows(M: int, N: int, K: int, device: DeviceInfo) -> FewRows | None:
@@ -189,11 +117,6 @@ def _has_clusters(device: DeviceInfo) -> bool:
     return device.compute_capability >= (9, 0)
 
 
-def _tiles(tile: Tile | LargeTile | WideTile | HopperTile, M: int, N: int) -> int:
-    cluster = tile.cluster if isinstance(tile, HopperTile) else 1
-    return ceil_div(M, tile.rows * cluster) * cluster * ceil_div(N, tile.cols)
-
-
 def _places(tile: Tile | LargeTile | WideTile, device: DeviceInfo) -> int:
     """Blocks that the device runs at once, by their shared memory."""
     smem = device.smem_per_block + SM_RESERVED
@@ -202,64 +125,8 @@ def _places(tile: Tile | LargeTile | WideTile, device: DeviceInfo) -> int:
 
 def _split(tile: Tile | WideTile, M: int, N: int, K: int, device: DeviceInfo) -> int:
     """The most blocks that may share out K for a tile."""
-    by_places = int(MAX_CLUSTERED * _places(tile, device)) // _tiles(tile, M, N)
+    by_places = int(MAX_CLUSTERED * _places(tile, device)) // num_tiles(tile, M, N)
     return max(min(tile.max_split, by_places, ceil_div(K, TILE_K) // MIN_SPLIT_TILES), 1)
-
-
-def _hopper_splits(tile: HopperTile, M: int, N: int, K: int, device: DeviceInfo) -> list[int]:
-    """Over how many blocks K may be shared out: those of a cluster that finds its places."""
-    tiles = _tiles(tile, M, N)
-    most = max(min(tile.max_split, ceil_div(K, TILE_K) // MIN_SPLIT_TILES), 1)
-    clustered = int(MAX_CLUSTERED * device.num_sms)
-    # Pairs find them on all SMs, and three fives in each part of the chip, of 16 or 18 SMs.
-    places = {1: 1 << 31, 2: device.num_sms, 5: device.num_sms * 5 // 6}
-    return [
-        s
-        for s in range(1, most + 1)
-        if tiles * s <= places.get(s, clustered) and tile.smem(s) <= device.smem_per_block
-    ]
-
-
-@lru_cache(4096)
-def _hopper_tile(
-    M: int, N: int, K: int, device: DeviceInfo, silu: bool, head_dim: int = 0
-) -> tuple[HopperTile, int]:
-    """The tile and split of K with the least estimated time; with `head_dim`, those whose sums of a
-    head are all in one thread block.
-
-    A block's products follow each other, and wait for data: by its own pipeline, or by L2, which
-    serves all SMs. Before a tile's products data is on its way and after them sums are stored;
-    consumers that alternate do that while the others multiply.
-    """
-    large = HOPPER_LARGE_ROPE.get(head_dim, HOPPER_LARGE)
-    if M >= HOPPER_LARGE_ROWS and N % large.cols == 0:
-        return large, 1
-
-    def time(of: tuple[HopperTile, int]) -> float:
-        tile, split = of
-        tiles = _tiles(tile, M, N)
-        waves = ceil_div(tiles * split, device.num_sms)
-        products = waves * HOPPER_US[tile][silu] * K / 2048 / split
-        edges = HOPPER_EDGES * (1 if tile.alternate else waves)
-        speed = HOPPER_L2_PAIRS if tile.boxes == 2 and split == 1 else HOPPER_L2
-        loaded = tiles * (tile.rows + tile.cols / tile.cluster) * K * 2
-        summed = 1 + 0.4 * split + tile.rows * tile.cols / 4000 if split > 1 else 0.0
-        if tile.cluster > 1:
-            edges += HOPPER_MEETING
-        return edges + max(products, loaded / speed) + summed
-
-    # No warpgroup is without rows. Clusters were measured for up to HOPPER_CLUSTERED rows.
-    tiles = [
-        t
-        for t in HOPPER_US
-        if t.rows * t.cluster < M + 64
-        and (t.cluster == 1 or M <= HOPPER_CLUSTERED)
-        and not (head_dim and (t.cols % head_dim or t.smem(1) > device.smem_per_block))
-    ]
-    if head_dim:  # three consumers have no registers to spare for sines
-        tiles = [t for t in tiles if t.consumers < 3]
-        return min(((t, 1) for t in tiles), key=time)
-    return min(((t, s) for t in tiles for s in _hopper_splits(t, M, N, K, device)), key=time)
 
 
 def _large_tiles(M: int, N: int, device: DeviceInfo) -> Choice | None:
@@ -272,14 +139,14 @@ def _large_tiles(M: int, N: int, device: DeviceInfo) -> Choice | None:
 
     def time(of: tuple[LargeTile, int]) -> float:
         tile, per_sm = of
-        waves = ceil_div(_tiles(tile, M, N), per_sm * device.num_sms)
+        waves = ceil_div(num_tiles(tile, M, N), per_sm * device.num_sms)
         return waves * LARGE_US[tile][per_sm - 1]
 
     fitting = [t for t in LARGE_US if t.smem <= device.smem_per_block]
     most = {t: min(_places(t, device) // device.num_sms, 2) for t in fitting}
     tile, per_sm = min(((t, n) for t in fitting for n in range(1, most[t] + 1)), key=time)
     smem = tile.smem if per_sm > 1 else _alone(tile, device)
-    blocks = min(_tiles(tile, M, N), per_sm * device.num_sms)
+    blocks = min(num_tiles(tile, M, N), per_sm * device.num_sms)
     return Choice(MATMUL_LARGE, tuple(tile), blocks, tile.threads, smem)
 
 
@@ -300,11 +167,11 @@ def _whole_tiles(M: int, N: int, device: DeviceInfo) -> Choice:
     """
 
     def time(tile: Tile) -> float:
-        waves = ceil_div(_tiles(tile, M, N), device.num_sms)
+        waves = ceil_div(num_tiles(tile, M, N), device.num_sms)
         return waves * tile.rows * tile.cols / tile.speed
 
     tile = min(TILES, key=time)
-    blocks = _tiles(tile, M, N)
+    blocks = num_tiles(tile, M, N)
     one_wave = blocks <= device.num_sms
     smem = _alone(tile, device) if one_wave else tile.smem
     return Choice(MATMUL, tile[:5], blocks, tile.threads, smem, pdl=one_wave)

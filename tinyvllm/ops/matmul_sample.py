@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch, TensorMap
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.matmul import Matmul, check_depth
-from tinyvllm.ops.matmul_choice import Choice, hopper_choice
+from tinyvllm.ops.matmul_choice_hopper import hopper_choice
+from tinyvllm.ops.matmul_kernels import Choice
 from tinyvllm.ops.matmul_tiles import TILE_K, HopperTile
 from tinyvllm.ops.norm_matmul import NormMatmul
 from tinyvllm.ops.op import Cost, OpDef, Operands

@@ -1,24 +1,26 @@
 """The tiles that products are cut into, for each kernel, and how fast they were measured to be.
 
 Tiles of matmul_hopper.cu that were fastest on an H200 (us, 2026-11-30, in chains of 2 to 16
-products, interleaved with cuBLAS, whose time stands below). 2x, 3x: in clusters of two, three.
-/s: with K split over s blocks. a: consumers alternate.
+products, interleaved with cuBLAS, whose time stands below). Up to 256 rows and at 8192, but for the
+head, products are those of a model's step: with residual or SiLU product, QKV at 8192 with RoPE and
+KV write; cuBLAS only multiplies. 2x: in clusters of two. /s: with K split over s blocks. a:
+consumers alternate.
 
     M     qkv 3072x2048    o 2048x2048      gate_up 16384x2048  down 2048x8192   head 128256x2048
-    64    64x64     6.8    64x64/3    6.2   64x64       16.9    64x64/3    12.2  64x64     134.0
-          cuBLAS    6.4               6.0               18.7               14.3            140.0
-    128   64x64     6.8    64x64      6.1   128x128     18.6    128x96/5   14.8  a128x128  154.0
-          cuBLAS    7.0               6.8               20.9               17.0            149.3
-    192   3x64x96   8.3    2x64x64    8.3   192x128     22.1    192x96/5   18.1
-          cuBLAS    8.2               6.7               23.0               22.7
-    256   2x64x96   8.9    64x64      7.2   2x128x256   26.1    2x64x64    22.7  a128x128  218.3
-          cuBLAS    7.9               6.3               26.6               21.4            200.1
+    64    64x64     5.9    64x64/3    6.5   64x64       17.1    64x64/3    12.3  64x64     134.0
+          cuBLAS    6.7               6.3               19.1               14.3            140.0
+    128   2x64x64   6.0    2x64x64    5.3   128x128     19.3    128x96/5   15.0  a128x128  154.0
+          cuBLAS    6.9               6.6               20.9               17.4            149.3
+    192   64x96     7.6    64x64      6.0   192x128     21.7    192x96/5   18.3
+          cuBLAS    8.3               6.7               23.1               22.5
+    256   2x64x128  8.4    64x64      6.7   2x128x256   29.4    2x64x64    22.1  a128x128  218.3
+          cuBLAS    7.9               6.6               27.6               21.5            200.1
     512   128x128  12.3    128x128   11.3   a128x128    52.4    128x128/2  33.2
           cuBLAS   11.1               9.2               54.7               29.3
     1024  128x192  18.6    128x128   13.2   a128x128   101.5    128x128    46.2
           cuBLAS   19.3              13.6              110.9               44.9
-    8192  a128x128 152     a128x128  98.9   a128x128   826      128x256    417
-          cuBLAS   154              102                831                 417
+    8192  2x128x256 171    2x128x256 119    2x128x256  830      2x128x256  419
+          cuBLAS    161              104               846                 401
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from tinyvllm.util import ceil_div
 TILE_K = 64  # elements of K in a step, for all kernels here
 MAX_SPLIT = 5  # of K over the blocks of a cluster; a cluster of 8 was never faster
 HOPPER_MAX_SPLIT = 6
+MIN_SPLIT_TILES = 8  # of TILE_K, for each block: the sum over the cluster costs as much as several
+MAX_CLUSTERED = 0.75  # of the places for blocks on the device: see matmul_choice.py
 HOPPER_WARP_BUFFER = 2 * 16 * 128  # bytes: two pieces of 16 rows of at most 128 bytes
 WARP_BUFFER = 16 * (128 + 16)  # in matmul_large.cu, rows are padded
 
@@ -178,6 +182,12 @@ class HopperTile(NamedTuple):
         return 128 * self.consumers + (128 if gives else 32)
 
 
+def num_tiles(tile: Tile | LargeTile | WideTile | HopperTile, M: int, N: int) -> int:
+    """Of which y (M, N) consists, for whole clusters of them."""
+    cluster = tile.cluster if isinstance(tile, HopperTile) else 1
+    return ceil_div(M, tile.rows * cluster) * cluster * ceil_div(N, tile.cols)
+
+
 # From the deepest queues and least blocks an SM on: see matmul_choice.py.
 FEW_ROWS = (FewRows(8, 16), FewRows(8, 6), FewRows(4, 8))
 TILES = (
@@ -200,9 +210,8 @@ WIDE_TILES = (WideTile(16, 11), WideTile(32, 9))
 # What a tile's products take for K = 2048 on a busy H200, in us, alone and with the SiLU product.
 HOPPER_US = {
     HopperTile(1, 1, 64, 12): (5.0, 5.0),
-    HopperTile(1, 1, 64, 12, cluster=2): (4.75, 4.75),
-    HopperTile(1, 1, 96, 8, cluster=2): (6.2, 6.5),
-    HopperTile(1, 1, 96, 8, cluster=3): (5.5, 5.8),
+    HopperTile(1, 1, 64, 12, cluster=2): (4.4, 4.4),
+    HopperTile(1, 1, 96, 8): (6.2, 6.5),
     HopperTile(1, 1, 128, 8, cluster=2): (6.3, 6.9),
     HopperTile(1, 2, 64, 8): (7.0, 7.7),
     HopperTile(1, 2, 96, 7): (8.6, 9.6),  # this one and the next with K split only
@@ -218,5 +227,4 @@ HOPPER_US = {
 # that moves least for its multiplications then wins, whatever it takes on a cool card.
 HOPPER_LARGE_ROWS = 4096
 HOPPER_LARGE = HopperTile(1, 2, 256, 4, cluster=2)
-HOPPER_LARGE_ROPE = {64: HopperTile(1, 2, 192, 4), 128: HopperTile(1, 2, 256, 4)}  # by head_dim
 HOPPER_TILES = tuple(HOPPER_US)

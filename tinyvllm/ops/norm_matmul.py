@@ -9,7 +9,8 @@ from tinyvllm.driver.spec import DeviceInfo, Launch
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.arrays import nbytes
 from tinyvllm.ops.matmul import Matmul, MatmulSiluMul, Product, matmul_cost, matmul_launch
-from tinyvllm.ops.matmul_choice import MATMUL_FEW_ROWS, choose
+from tinyvllm.ops.matmul_choice import choose
+from tinyvllm.ops.matmul_kernels import MATMUL_FEW_ROWS
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program, Shape
 from tinyvllm.ops.rms_norm import norm_launches
