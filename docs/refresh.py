@@ -34,12 +34,10 @@ def pictures() -> dict[str, str]:
     for program in engine_programs(config, model, primitive=False):
         phase, _, sampler = program.name.partition(".")
         if sampler == "plain":
-            tokens = config.max_num_batched_tokens if phase == "prefill" else config.max_num_seqs
-            step = EngineConfig(model="llama-3.2-1b", max_num_batched_tokens=tokens)
             act = model_dtype(config, model)
             device = DEVICES_BY_NAME["H200"]
             drawn[f"plan-{phase}.svg"] = draw_plan(
-                buffer_plan(step, program, model.max_context, act, device)
+                buffer_plan(config, program, model.max_context, act, device)
             )
     return drawn
 

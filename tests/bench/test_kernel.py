@@ -1,16 +1,8 @@
 """`tinyvllm kernel`: finds the ops of a kernel, shows what it uses, compares with the reference."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "ops"))
-import test_rope_attention as layer
-from harness import pack, run_numpy
-from test_norm_matmul import normed_product, random_arrays
 
 from tinyvllm.bench import kernel
 from tinyvllm.bench.synthetic import decode_dims
@@ -19,8 +11,7 @@ from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.devices import DEVICES
 from tinyvllm.model.presets import PRESETS
 from tinyvllm.model.programs import step_program
-from tinyvllm.ops.lower import RULES, fuse_norm, fuse_silu_mul, lower
-from tinyvllm.ops.program import Weight
+from tinyvllm.ops.lower import lower
 from tinyvllm.util import DType, InputError
 
 LIMITS = {"SLOTS": 4, "MB": 32, "NB": 64, "E": 4, "B": 8}
@@ -47,53 +38,6 @@ def test_ops_of_a_kernel():
         "norm_matmul_sample embed_tokens": 1,
     }
     assert uses_of("no such kernel") == []
-
-
-@pytest.mark.parametrize("interleave", [0, 8])
-def test_unpacked_weights_are_the_parts(interleave):
-    rng = np.random.default_rng(0)
-    heights = [16, 16, 16] if interleave else [24, 8, 16]
-    parts = {n: rng.standard_normal((h, 5)) for n, h in zip("abc", heights, strict=True)}
-    weight = Weight("a+b+c", (48, 5), tuple("abc"), interleave)
-    found = kernel.unpacked(weight, pack(weight, parts), heights)
-    assert list(found) == list("abc")
-    for name, part in parts.items():
-        np.testing.assert_array_equal(found[name], part)
-
-
-@pytest.mark.parametrize(("wrong", "ok"), [(0.0, True), (0.5, False)])
-def test_errors_of_an_op_against_its_reference(wrong, ok):
-    plain = layer.layer_program(6, 2, 64, 8)
-    program = layer.fused(plain)
-    dims, arrays = layer.problem(plain, 2, 64, 8, lengths=[5, 17, 0, 40])
-    arrays["kv_cache"] = np.nan_to_num(arrays["kv_cache"])
-    done = run_numpy(program, dims, arrays)
-    product, attention = program.ops
-    weight = program.weights[product.operands["weight"]]
-    packed = pack(weight, arrays)
-    joint = arrays["x"] @ packed.T
-    after = {product.operands["y"]: joint + wrong}
-    before = arrays | {weight.name: packed}
-    (error,) = kernel.reference_errors(program, product, dims, before, after, DType.BF16)
-    assert (error.output, error.ok) == (product.operands["y"], ok)
-    assert error.error == pytest.approx(wrong, abs=1e-4) and error.rounded > 0
-    before = arrays | {product.operands["y"]: joint, "freq": program.constants["freq"]}
-    after = {"y": done["y"] + wrong, "kv_cache": done["kv_cache"]}
-    errors = kernel.reference_errors(program, attention, dims, before, after, DType.BF16)
-    assert {e.output: e.ok for e in errors} == {"y": ok, "kv_cache": True}
-
-
-def test_errors_of_a_product_with_a_norm(monkeypatch):
-    monkeypatch.setitem(RULES, "test", [fuse_silu_mul, fuse_norm])
-    plain = normed_product(24, 40, silu=True)
-    program, arrays = lower(plain, "test"), random_arrays(plain, 5)
-    (op,) = program.ops
-    weight = program.weights[op.operands["weight"]]
-    before = arrays | {weight.name: pack(weight, arrays)}
-    for wrong in (0.0, 0.5):
-        after = {"y": run_numpy(plain, {"T": 5}, arrays)["y"] + wrong}
-        (error,) = kernel.reference_errors(program, op, {"T": 5}, before, after, DType.BF16)
-        assert error.ok == (wrong == 0)
 
 
 def test_resources_are_shown_without_a_gpu(capsys, monkeypatch):

@@ -37,6 +37,12 @@ def test_biases_bans_and_single_bad_words_share_a_list():
     assert [a.dtype for a in found.values()] == [np.int32, np.float32, np.int32, np.int32]
 
 
+def test_a_ban_that_no_sequence_outlives_is_for_ever():
+    for min_tokens in (FOREVER - 7, FOREVER, 1 << 40, 10**30):
+        found = lists(min_tokens=min_tokens, max_tokens=None, stop_ids=[4])
+        assert found["row_bias_until"].tolist() == [FOREVER]
+
+
 def test_a_bad_word_is_its_last_token_and_what_precedes_it():
     found = lists(bad_words=[(1, 2, 3), (1, 2, 3, 4, 5, 6, 7)])
     assert set(found) == {"row_bad_words"}

@@ -6,7 +6,7 @@ import pytest
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.devices import DEVICES
-from tinyvllm.engine.batch import row_bucket, size_class
+from tinyvllm.engine.batch import SCORE_ROWS, row_bucket, size_class, step_limits
 from tinyvllm.engine.sizing import engine_limits, engine_programs
 from tinyvllm.engine.step_kernels import step_kernels
 from tinyvllm.model.presets import PRESETS
@@ -49,6 +49,19 @@ def test_what_steps_ask_for_is_found(info):
         for size in sizes:
             used.update(asked_for(program, *size, info))
     assert not used - set(found)
+
+
+@pytest.mark.parametrize("info", [DEVICES["sm_80"], DEVICES["sm_90a"]], ids=lambda i: i.name)
+def test_what_scoring_prompts_asks_for_is_found_where_few_rows_decode(info):
+    (score,) = (p for p in PROGRAMS if p.name == "score")
+    limits = {**LIMITS, **step_limits(2, 8192, 16384, 16)}
+    found = set(step_kernels([score], limits, DType.BF16, info))
+    for positions in range(1, SCORE_ROWS + 1):
+        dims = {**limits, "N": positions}
+        for op in score.ops:
+            operands = described(score, op, dims, DType.BF16)
+            used = {one.spec for one in op_def(op.kind).launches(operands, info)}
+            assert used <= found, positions
 
 
 def test_kernels_of_the_first_steps_are_found_first():

@@ -28,3 +28,10 @@ def test_another_model_and_program(golden, tmp_path):
     result = run(tmp_path / "x.svg", "--model", golden / "llama_bias", "--program", "decode.filter")
     assert result.returncode == 0, result.stderr
     assert "decode.filter, 512 rows" in (tmp_path / "x.svg").read_text()
+
+
+def test_a_decode_step_has_a_token_for_each_row(tmp_path):
+    result = run(tmp_path / "decode.svg", "--program", "decode.plain")
+    assert result.returncode == 0, result.stderr
+    drawn = (tmp_path / "decode.svg").read_text()
+    assert drawn == (ROOT / "docs" / "plan-decode.svg").read_text()

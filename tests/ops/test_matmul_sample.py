@@ -78,6 +78,16 @@ def test_the_reference_is_that_of_the_parts(norm, kind):
     assert kinds == ["rms_norm"] * norm + ["matmul_sample"]
 
 
+def test_the_logits_inside_are_float32_for_a_twin_too():
+    program = head_program(3000, 24)
+    dims, arrays = head_case(200, 3000, 24, [0.0])
+    want, have = (
+        run_numpy(p, dims, arrays, round_to=DType.BF16)["tokens"]
+        for p in (program, lower(program, "prefill"))
+    )
+    np.testing.assert_array_equal(have, want)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
     "options", [{"filtered": True}, {"bias": True}, {"logits_kind": OUTPUT}], ids=str

@@ -10,9 +10,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from tinyvllm.bench.floors import device_rates
+from tinyvllm.bench.kernel_errors import reference_errors
 from tinyvllm.bench.kernels import KernelBench, op_label
 from tinyvllm.bench.synthetic import decode_dims, prefill_dims
 from tinyvllm.config import EngineConfig
@@ -24,13 +23,10 @@ from tinyvllm.driver.spec import DeviceInfo, KernelSpec, Launch
 from tinyvllm.engine.sizing import engine_limits, engine_programs, model_dtype
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.ops.executor import described, writes_nothing
-from tinyvllm.ops.numpy_executor import NumpyExecutor
-from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Op, Program, Weight
+from tinyvllm.ops.program import Op, Program
 from tinyvllm.ops.registry import op_def
 from tinyvllm.util import DType, InputError, ceil_div
 
-# Half the spacing of a type's values, relative to them.
-EPSILON = {DType.BF16: 2.0**-8, DType.FP16: 2.0**-11}
 HEADROOM = 64  # tokens of a row beyond its context, while it is timed
 
 
@@ -42,21 +38,6 @@ class Use:
     op: Op
     launches: list[Launch]
     count: int
-
-
-@dataclass(frozen=True)
-class Error:
-    """How far the kernel's output is from the reference, and how far it may be."""
-
-    output: str
-    error: float
-    rounded: float  # the error of the same maths rounded to the activations' type
-    scale: float  # the largest value
-    act: DType
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= 2 * self.rounded + EPSILON[self.act] * self.scale
 
 
 def find_uses(
@@ -142,66 +123,6 @@ def disassembled(image: bytes) -> str:
     if run.returncode:
         raise InputError(f"{tool}: {run.stderr.strip()}")
     return run.stdout
-
-
-def unpacked(weight: Weight, values: np.ndarray, heights: list[int]) -> dict[str, np.ndarray]:
-    """The checkpoint's tensors, of so many rows each, that a packed weight was made from."""
-    if weight.interleave:
-        g, count = weight.interleave, len(weight.parts)
-        groups = values.reshape(-1, count, g, *values.shape[1:])
-        parts = [groups[:, i].reshape(-1, *values.shape[1:]) for i in range(count)]
-    else:
-        parts = np.split(values, np.cumsum(heights)[:-1])
-    return dict(zip(weight.parts, parts, strict=True))
-
-
-def reference_errors(
-    program: Program,
-    op: Op,
-    dims: Mapping[str, int],
-    before: Mapping[str, np.ndarray],
-    after: Mapping[str, np.ndarray],
-    act: DType,
-) -> list[Error]:
-    """Compares what an op has left in each buffer that it writes with its reference.
-
-    `before` has all that it reads (packed weights too) and the states that it writes.
-    """
-    alone = program.with_ops([op])
-    reads, writes = alone.accesses(op)
-    inside = [n for part in op.parts for n in part.operands.values() if n in alone.buffers]
-    for name in {*reads, *(alone.root(n) for n in inside)} - set(writes):
-        if alone.buffers[name].kind != STATE:
-            alone.buffers[name] = replace(alone.buffers[name], kind=INPUT)
-    for name in writes:
-        if alone.buffers[name].kind != STATE:
-            alone.buffers[name] = replace(alone.buffers[name], kind=OUTPUT)
-    weights = dict(before)
-    for operand in ("weight", "bias"):
-        if (packed := op.operands.get(operand)) in alone.weights and op.parts:
-            widths = {b.name: b.shape[-1] for b in (*program.buffers.values(), *op.local)}
-            products = [part for part in op.parts if part.kind == "matmul"]
-            heights = [int(widths[part.operands["y"]]) for part in products]
-            weights |= unpacked(alone.weights[packed], before[packed], heights)
-    inputs = {b.name: before[b.name] for b in alone.of_kind(INPUT)}
-    outputs = tuple(b.name for b in alone.of_kind(OUTPUT))
-
-    def run(round_to: DType | None) -> dict[str, np.ndarray]:
-        states = {b.name: before[b.name].copy() for b in alone.of_kind(STATE)}
-        executor = NumpyExecutor([alone], weights, states, dims, round_to=round_to)
-        return states | executor.run(alone.name, dims, inputs, outputs).get()
-
-    exact, twin = run(None), run(act)
-    return [
-        Error(
-            name,
-            float(np.abs(after[name] - exact[name]).max(initial=0)),
-            float(np.abs(twin[name] - exact[name]).max(initial=0)),
-            float(np.abs(exact[name]).max(initial=0)),
-            act,
-        )
-        for name in writes
-    ]
 
 
 def _for_step(config: EngineConfig, phase: str, batch: int, context: int) -> EngineConfig:

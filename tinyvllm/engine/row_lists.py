@@ -34,7 +34,7 @@ def row_lists(
         if token >= vocab_size:
             raise InputError(f"logit_bias: token id {token}: must be from 0 to {vocab_size - 1}")
     if params.min_tokens:
-        until = num_prompt + params.min_tokens
+        until = min(num_prompt + params.min_tokens, FOREVER)
         biases += [(token, -np.inf, until) for token in sorted(stop_ids) if token < vocab_size]
     biases += [(word[0], -np.inf, FOREVER) for word in bad_words if len(word) == 1]
     if len(biases) > MAX_LOGIT_BIAS:

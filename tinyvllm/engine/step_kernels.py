@@ -98,10 +98,14 @@ def _mixed_sizes(limits: Sizes) -> Iterator[Sizes]:
 
 
 def _with_prompt(limits: Sizes, tokens: int, decodes: int) -> Sizes:
-    """Of a step of so many tokens, those of rows that decode among them, with a short context."""
+    """Of a step of so many tokens, those of rows that decode among them, with a short context.
+
+    The prompt may be scored, some positions at a time.
+    """
     n, query = decodes + 1, size_class(tokens - decodes)
     rows = {"T": tokens, "R": n, "R1": n + 1, "S": n, "D": decodes, "Q": query}
-    return {**limits, **rows, "C": max(query, MIN_CONTEXT_CLASS)}
+    scored = min(tokens, limits["N"])
+    return {**limits, **rows, "C": max(query, MIN_CONTEXT_CLASS), "N": scored}
 
 
 def _grid(most: int) -> Iterator[int]:

@@ -196,6 +196,7 @@ class NumpyExecutor:
         self, p: Program, op: Op, dims: Dims
     ) -> Iterable[tuple[OpDef, Operands, tuple[np.ndarray, ...]]]:
         local = {b.name: np.full(concrete(b.shape, dims), np.nan, np.float32) for b in op.local}
+        buffers = {**p.buffers, **{b.name: b for b in op.local}}
         for part in op.parts or (op,):
             op_type = op_def(part.kind)
 
@@ -207,10 +208,6 @@ class NumpyExecutor:
             outputs = tuple(
                 getattr(operands, w)
                 for w in op_type.writes
-                if w in part.operands and self._is_activation(p, part.operands[w])
+                if w in part.operands and buffers[part.operands[w]].dtype is None
             )
             yield op_type, operands, outputs
-
-    @staticmethod
-    def _is_activation(p: Program, name: str) -> bool:
-        return name not in p.buffers or p.buffers[name].dtype is None

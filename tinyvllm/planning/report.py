@@ -200,8 +200,7 @@ def _all_buffers(
         if follows(program) or not program.weights:
             continue  # not a step: it runs behind one, or has no buffers
         for rows in decode_buckets(config.max_num_seqs) if decode else [config.max_num_seqs]:
-            tokens = rows if decode else config.max_num_batched_tokens
-            step = replace(config, max_num_seqs=rows, max_num_batched_tokens=tokens)
+            step = replace(config, max_num_seqs=rows)
             found.append(buffer_plan(step, program, max_model_len, act, device))
     return found
 
@@ -210,7 +209,9 @@ def buffer_plan(
     config: EngineConfig, program: Program, max_model_len: int, act: DType, device: DeviceInfo
 ) -> BufferPlan:
     """The buffers of a program for the largest step that the options allow."""
-    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    rows = config.max_num_seqs
+    decode = program.name.startswith("decode")
+    tokens = rows if decode else config.max_num_batched_tokens
     dims = step_limits(rows, tokens, max_model_len, config.block_size)
     lives = lifetimes(program, {**dims, "NB": 1}, act, device)
     return BufferPlan(program, tokens, rows, lives, plan_buffers(lives))
