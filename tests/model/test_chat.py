@@ -254,7 +254,7 @@ def test_threads_share_a_template() -> None:
 
 def test_without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install jinja2"):
+    with pytest.raises(InputError, match=r"pip install 'tinyvllm\[chat\]'"):
         template("")
 
 

@@ -33,7 +33,7 @@ _WORKER = "import sys; del sys.path[0]; from tinyvllm.model.chat_worker import s
 def require_jinja() -> None:
     """InputError, saying how to install it, where the optional package is missing."""
     if importlib.util.find_spec("jinja2") is None:
-        raise InputError("chat templates need Jinja: pip install jinja2")
+        raise InputError("chat templates need Jinja: pip install 'tinyvllm[chat]'")
 
 
 class ChatTemplate:
