@@ -43,13 +43,10 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
         "y_stride": a.y.row_stride,
     }
     if choice.kernel is MATMUL_HOPPER:
-        x_rows, weight_rows = choice.boxes
-        args["x_map"] = TensorMap(a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K)
-        args["weight_map"] = TensorMap(a.weight.ptr, a.act, N, K, K, weight_rows, TILE_K)
+        args |= hopper_operands(choice, a.x, a.weight)
         by_map = a.y.dtype is a.act and a.y.ptr % 16 == 0 and a.y.row_stride % 8 == 0
         args["y_map"] = result_map(a.y, choice.piece) if by_map else args["x_map"]
         args["by_map"] = int(by_map)
-        args["group"] = choice.group
     else:
         args |= {"x": a.x.ptr, "weight": a.weight.ptr, "x_stride": a.x.row_stride}
     template: tuple[int | bool, ...] = (*choice.template, silu)
@@ -69,6 +66,21 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
         pdl=choice.pdl,
         **args,
     )
+
+
+def hopper_operands(choice: Choice, x: DeviceArray, weight: DeviceArray) -> dict[str, Any]:
+    """What all kernels of matmul_hopper.cu take of x (M, K) and the weight (N, K)."""
+    (M, K), N = x.shape, weight.shape[0]
+    assert x.ptr % 16 == 0 and x.row_stride % 8 == 0 and weight.ptr % 16 == 0
+    x_rows, weight_rows = choice.boxes
+    return {
+        "x_map": TensorMap(x.ptr, x.dtype, x.max_rows, K, x.row_stride, x_rows, TILE_K),
+        "weight_map": TensorMap(weight.ptr, weight.dtype, N, K, K, weight_rows, TILE_K),
+        "M": M,
+        "N": N,
+        "K": K,
+        "group": choice.group,
+    }
 
 
 def result_map(y: DeviceArray, piece: int) -> TensorMap:

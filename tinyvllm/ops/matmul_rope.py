@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from math import prod
 from typing import ClassVar
 
-from tinyvllm.driver.spec import DeviceInfo, Launch, TensorMap
+from tinyvllm.driver.spec import DeviceInfo, Launch
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.attention import kv_address
-from tinyvllm.ops.matmul import Matmul, check_depth, matmul_launch, result_map
+from tinyvllm.ops.matmul import (
+    Matmul,
+    check_depth,
+    hopper_operands,
+    matmul_launch,
+    result_map,
+)
 from tinyvllm.ops.matmul_choice import ROPE_ROWS, choose_rope
-from tinyvllm.ops.matmul_tiles import TILE_K
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program, Shape
 from tinyvllm.ops.rope import RopeKvWrite, rope_kv_write_launch
@@ -41,27 +46,21 @@ class MatmulRopeKvWrite(OpDef):
             product = Operands(x=a.x, weight=a.weight, bias=a.bias, y=qkv, act=a.act)
             return [matmul_launch(product, device), rope_kv_write_launch(a, qkv)]
         assert a.q.ptr % 16 == 0 and a.q.row_stride % 8 == 0
-        x_rows, weight_rows = choice.boxes
         return [
             choice.kernel(a.act, *choice.template).launch(
                 (choice.blocks,),
                 choice.threads,
                 smem=choice.smem,
                 cluster=choice.cluster,
-                x_map=TensorMap(a.x.ptr, a.act, a.x.max_rows, K, a.x.row_stride, x_rows, TILE_K),
-                weight_map=TensorMap(a.weight.ptr, a.act, N, K, K, weight_rows, TILE_K),
                 q_map=result_map(a.q, choice.piece),
                 bias=0 if a.bias is None else a.bias.ptr,
                 positions=a.positions.ptr,
                 token_slots=a.token_slots.ptr,
                 inv_freq=a.inv_freq.ptr,
                 q=a.q.ptr,
-                M=tokens,
-                N=N,
-                K=K,
                 q_stride=a.q.row_stride,
                 num_heads=a.q.shape[1] // head_dim,
-                group=choice.group,
+                **hopper_operands(choice, a.x, a.weight),
                 **kv_address(a),
             )
         ]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, ClassVar
 
-from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch, TensorMap
+from tinyvllm.driver.spec import DeviceInfo, Kernel, Launch
 from tinyvllm.memory.array import DeviceArray
-from tinyvllm.ops.matmul import Matmul, check_depth
+from tinyvllm.ops.matmul import Matmul, check_depth, hopper_operands
 from tinyvllm.ops.matmul_choice_hopper import hopper_choice
 from tinyvllm.ops.matmul_kernels import Choice
-from tinyvllm.ops.matmul_tiles import TILE_K, HopperTile
+from tinyvllm.ops.matmul_tiles import HopperTile
 from tinyvllm.ops.norm_matmul import NormMatmul
 from tinyvllm.ops.op import Cost, OpDef, Operands
 from tinyvllm.ops.program import Op, Program, Shape
@@ -136,32 +136,24 @@ class NormMatmulSample(MatmulSample):
 
 def race_launches(choice: Choice, a: Operands, x: DeviceArray, candidates: int) -> list[Launch]:
     """The product of x that leaves the best of each row's tiles, and what chooses among these."""
-    (rows, K), vocab = x.shape, a.weight.shape[0]
-    x_rows, weight_rows = choice.boxes
-    tile_cols = weight_rows * choice.cluster
-    assert x.ptr % 16 == 0 and x.row_stride % 8 == 0 and a.weight.ptr % 16 == 0
+    tile_cols = choice.boxes[1] * choice.cluster
     return [
         choice.kernel(a.act, *choice.template).launch(
             (choice.blocks,),
             choice.threads,
             smem=choice.smem,
             cluster=choice.cluster,
-            x_map=TensorMap(x.ptr, a.act, x.max_rows, K, x.row_stride, x_rows, TILE_K),
-            weight_map=TensorMap(a.weight.ptr, a.act, vocab, K, K, weight_rows, TILE_K),
             sample_slots=a.sample_slots.ptr,
             sample_positions=a.sample_positions.ptr,
             row_params=a.row_params.ptr,
             candidates=candidates,
-            M=rows,
-            N=vocab,
-            K=K,
-            group=choice.group,
+            **hopper_operands(choice, x, a.weight),
         ),
         MATMUL_SAMPLE_BEST().launch(
-            (rows,),
+            (x.shape[0],),
             BEST_THREADS,
             candidates=candidates,
             tokens=a.tokens.ptr,
-            per_row=ceil_div(vocab, tile_cols),
+            per_row=ceil_div(a.weight.shape[0], tile_cols),
         ),
     ]
