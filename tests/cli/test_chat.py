@@ -101,4 +101,4 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(model):
 def test_without_jinja_no_model_is_loaded(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["chat", "no/such/model"]) == 1
-    assert "pip install jinja2" in capsys.readouterr().err
+    assert "pip install 'tinyvllm[chat]'" in capsys.readouterr().err
