@@ -38,6 +38,7 @@ PACKAGES = {
     "pydantic": {"serve"},
     "uvicorn": {"serve"},
     "prometheus_client": {"serve"},
+    "torch": {"bench"},  # a rival, where it is installed: bench/rivals.py alone
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

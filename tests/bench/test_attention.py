@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tinyvllm.bench import attention
+from tinyvllm.bench import attention, op_bench
 from tinyvllm.bench.synthetic import decode_dims
 from tinyvllm.cli.main import main
 from tinyvllm.driver.devices import DEVICES
@@ -35,7 +35,7 @@ def test_a_row_is_printed(capsys):
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(attention, "cuda_unavailable", lambda: "no driver")
+    monkeypatch.setattr(op_bench, "cuda_unavailable", lambda: "no driver")
     assert main(["bench", "attention"]) == 1
     assert "bench attention needs a GPU: no driver" in capsys.readouterr().err
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from tinyvllm.bench.synthetic import KV_SCALE, decode_dims
-from tinyvllm.bench.timing import captured, replay_seconds
+from tinyvllm.bench.op_bench import OpBench, opened_device
+from tinyvllm.bench.synthetic import decode_dims
 from tinyvllm.config import EngineConfig
-from tinyvllm.driver.device import Device, Stream, cuda_unavailable
-from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
+from tinyvllm.driver.device import Device
+from tinyvllm.driver.kernel import PreparedLaunch
 from tinyvllm.driver.spec import Kernel, Launch
-from tinyvllm.memory.array import DeviceArray
-from tinyvllm.memory.pool import DevicePool
-from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
-from tinyvllm.ops.random_fill import fill_launches
-from tinyvllm.util import DType, InputError, ceil_div
+from tinyvllm.util import DType, ceil_div
 
 READ_PAGES = Kernel(
     "read_pages.cu",
@@ -61,12 +56,8 @@ def bench_attention(
 
     Every row has a context of its own, its blocks in random order.
     """
-    if reason := cuda_unavailable():
-        raise InputError(f"bench attention needs a GPU: {reason}")
-    index = int(config.device.partition(":")[2] or 0)
-    dtype = DType.BF16 if config.dtype == "auto" else DType(config.dtype)
     rows = []
-    with Device(index, config.kernel_path) as device:
+    with opened_device(config, "bench attention") as (device, dtype):
         if not as_json:
             print(
                 f"{device.info.name}, blocks of {config.block_size} tokens\n{'head_dim':>8} "
@@ -123,8 +114,37 @@ def attention_program(head_dim: int, group: int, block_size: int) -> Program:
     return p
 
 
-class AttentionBench(ExitStack):
-    """A KV cache for one shape of attention, full of random values; frees everything at exit."""
+class PagedBench(OpBench):
+    """A KV cache of random values whose blocks are `rows` sequences' in random order.
+
+    `dims` has the sizes of a step; the program has the states `kv_cache` and `block_tables`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        program: Program,
+        dims: Mapping[str, int],
+        dtype: DType,
+        rows: int,
+        table_len: int,
+    ) -> None:
+        pages = rows * table_len
+        super().__init__(
+            device, program, {**dims, "SLOTS": rows, "MB": table_len, "NB": pages}, dtype
+        )
+        self.fill("kv_cache")
+        tables = np.random.default_rng(0).permutation(pages).astype(np.int32)
+        self.executor.write_state("block_tables", tables.reshape(1, rows, table_len))
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Runs the program once: its inputs stay on the device."""
+        inputs = {name: values.astype(np.int32) for name, values in inputs.items()}
+        self.executor.run(self.program, self.dims, inputs, ()).discard()
+
+
+class AttentionBench(PagedBench):
+    """Decode attention of one shape; frees everything at exit."""
 
     def __init__(
         self,
@@ -136,38 +156,28 @@ class AttentionBench(ExitStack):
         batch: int,
         context: int,
     ) -> None:
-        super().__init__()
-        self._device, self._shape = device, (head_dim, group, batch, context)
-        table_len = ceil_div(context, block_size)
-        pages = batch * table_len
+        self._shape = (head_dim, group, batch, context)
         program = attention_program(head_dim, group, block_size)
-        self._dims = decode_dims(batch, context)
-        limits = {**self._dims, "SLOTS": batch, "MB": table_len, "NB": pages}
-        with ExitStack() as opened:
-            self._stream = opened.enter_context(Stream())
-            loader = opened.enter_context(KernelLoader(device))
-            pool = opened.enter_context(DevicePool(device, device.mem_info()[0]))
-            self._executor = CudaExecutor(
-                [program],
-                {},
-                limits,
-                act=dtype,
-                info=device.info,
-                pool=pool,
-                loader=loader,
-                stream=self._stream,
-            )
-            opened.callback(self._executor.close)
-            self._fill(np.random.default_rng(0), batch, context, pages)
-            self.push(opened.pop_all())
+        dims = decode_dims(batch, context)
+        super().__init__(device, program, dims, dtype, batch, ceil_div(context, block_size))
+        self.fill("qkv")
+        rows = np.arange(batch)
+        self.run(
+            {
+                "query_start": np.arange(batch + 1),
+                "batch_slots": rows,
+                "token_slots": rows,
+                "seq_lens": np.full(batch, context),
+                "positions": np.full(batch, context - 1),
+            }
+        )
 
     def measure(self) -> AttentionTime:
         """Runs it all once, then times attention and the reads."""
         head_dim, group, batch, context = self._shape
-        by_op = self._executor.launches_by_op("attention", self._dims)
-        seconds = self._seconds([launch for _, launches in by_op for launch in launches])
-        reads = self._seconds(self._executor.prepare(self._reads()))
-        kv = self._executor.array("kv_cache")
+        seconds = self._launch_seconds(self.launches())
+        reads = self._launch_seconds(self.executor.prepare(self._reads()))
+        kv = self.executor.array("kv_cache")
         num_bytes = batch * context * 2 * KV_HEADS * head_dim * kv.dtype.itemsize
         read_rate = kv.nbytes / LAYERS / reads
         rate = num_bytes / seconds
@@ -182,47 +192,17 @@ class AttentionBench(ExitStack):
             share=rate / read_rate,
         )
 
-    def _fill(self, rng: np.random.Generator, batch: int, context: int, pages: int) -> None:
-        executor = self._executor
-        kv: DeviceArray = executor.array("kv_cache")
-        page_len = math.prod(kv.shape[1:])
-        executor.launch(
-            fill_launches(
-                kv.ptr,
-                kv.dtype,
-                key=1,
-                base=0.0,
-                scale=KV_SCALE,
-                num_rows=pages,
-                row_len=page_len,
-            )
-        )
-        tables = rng.permutation(pages).astype(np.int32).reshape(1, batch, -1)
-        executor.write_state("block_tables", tables)
-        qkv = executor.array("qkv")
-        executor.write_state("qkv", rng.standard_normal(qkv.shape, np.float32))
-        rows = np.arange(batch)
-        inputs = {
-            "query_start": np.arange(batch + 1),
-            "batch_slots": rows,
-            "token_slots": rows,
-            "seq_lens": np.full(batch, context),
-            "positions": np.full(batch, context - 1),
-        }
-        inputs = {name: values.astype(np.int32) for name, values in inputs.items()}
-        executor.run("attention", self._dims, inputs, ()).discard()
-
     def _reads(self) -> list[Launch]:
         """Of each layer: the same pages in the order of the block tables."""
-        kv, tables = self._executor.array("kv_cache"), self._executor.array("block_tables")
+        kv, tables = self.executor.array("kv_cache"), self.executor.array("block_tables")
         layer_bytes = math.prod(kv.shape[2:]) * kv.dtype.itemsize
         return [
             READ_PAGES().launch(
-                (self._device.info.num_sms * READ_BLOCKS_PER_SM,),
+                (self.device.info.num_sms * READ_BLOCKS_PER_SM,),
                 READ_THREADS,
                 base=kv.ptr + layer * layer_bytes,
                 pages=tables.ptr,
-                out=self._executor.buffers.arena,
+                out=self.executor.buffers.arena,
                 num_pages=kv.shape[0],
                 page_bytes=layer_bytes,
                 page_stride=LAYERS * layer_bytes,
@@ -231,7 +211,7 @@ class AttentionBench(ExitStack):
             for layer in range(LAYERS)
         ]
 
-    def _seconds(self, launches: list[PreparedLaunch]) -> float:
+    def _launch_seconds(self, launches: list[PreparedLaunch]) -> float:
         """Of one launch, when the layers follow each other."""
-        with captured(launches * REPEATS, self._stream) as graph:
-            return replay_seconds(graph, self._stream, REPLAYS) / len(launches) / REPEATS
+        graph = self.graph(launches * REPEATS)
+        return self.seconds(graph, REPLAYS) / len(launches) / REPEATS

@@ -8,14 +8,33 @@ import numpy as np
 
 from tinyvllm.bench.timing import WARMUP_REPLAYS, captured, replay_seconds
 from tinyvllm.engine.batch import MIN_CONTEXT_CLASS, Batch, row_bucket, size_class
+from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.cuda_executor import CudaExecutor
 from tinyvllm.ops.random_fill import fill_launches
 from tinyvllm.ops.row_params import as_words, new_row_params
 from tinyvllm.util import InputError, ceil_div
 
-KV_SCALE = 3**0.5 / 32768  # of random 16-bit integers: keys and values of variance 1
+UNIT_SCALE = 3**0.5 / 32768  # of random 16-bit integers: values of variance 1
 GRAPH_REPLAYS = 33  # of `graph_seconds`: about as many steps as are measured end to end
 FILL_ELEMENTS = 1 << 30  # in one launch
+
+
+def fill_random(
+    executor: CudaExecutor, array: DeviceArray, *, key: int = 0, scale: float = 1.0
+) -> None:
+    """Gives an array of activations random values of mean 0 and deviation `scale`."""
+    for number, first in enumerate(range(0, array.size, FILL_ELEMENTS)):
+        executor.launch(
+            fill_launches(
+                array.ptr + first * array.dtype.itemsize,
+                array.dtype,
+                key=key + number,
+                base=0.0,
+                scale=scale * UNIT_SCALE,
+                num_rows=1,
+                row_len=min(FILL_ELEMENTS, array.size - first),
+            )
+        )
 
 
 def decode_dims(rows: int, longest: int) -> dict[str, int]:
@@ -122,19 +141,10 @@ class SyntheticSteps:
         return {name: array.astype(np.int32) for name, array in arrays.items()}
 
     def _fill_kv(self, blocks: int) -> None:
-        block_size = self._kv.size // self._kv.shape[0]
-        step = max(1, FILL_ELEMENTS // block_size)
-        for first in range(self._filled, blocks, step):
-            count = min(step, blocks - first)
-            self._executor.launch(
-                fill_launches(
-                    self._kv.ptr + first * block_size * self._kv.dtype.itemsize,
-                    self._kv.dtype,
-                    key=first,
-                    base=0.0,
-                    scale=KV_SCALE,
-                    num_rows=count,
-                    row_len=block_size,
-                )
-            )
-        self._filled = max(self._filled, blocks)
+        new = blocks - self._filled
+        if new > 0:
+            block_size = self._kv.size // self._kv.shape[0]
+            ptr = self._kv.ptr + self._filled * block_size * self._kv.dtype.itemsize
+            array = DeviceArray(ptr, (new * block_size,), self._kv.dtype)
+            fill_random(self._executor, array, key=self._filled)
+            self._filled = blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tinyvllm.cli.bench_options import finish
+from tinyvllm.cli.bench_options import finish, pair
 from tinyvllm.cli.options import Commands
 from tinyvllm.config import EngineConfig, check_int
 
@@ -113,7 +113,7 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> None:
 def _add_prefill(kinds: Commands) -> None:
     parser = kinds.add_parser("prefill", help="prompts alone, in chunks of several sizes")
     parser.add_argument(
-        "--prompts", type=_shape, nargs="+", default=[(1, 8192), (32, 1024)], help="e.g. 32x1024"
+        "--prompts", type=pair, nargs="+", default=[(1, 8192), (32, 1024)], help="e.g. 32x1024"
     )
     parser.add_argument(
         "--chunks", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="tokens of a step"
@@ -121,12 +121,6 @@ def _add_prefill(kinds: Commands) -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs, of which the median counts")
     parser.add_argument("--ops", action="store_true", help="a table of the ops of a step too")
     finish(parser, run_prefill, as_json=True)
-
-
-def _shape(text: str) -> tuple[int, int]:
-    """How many prompts, and of how many tokens each."""
-    prompts, _, length = text.partition("x")
-    return int(prompts), int(length)
 
 
 def run_prefill(args: argparse.Namespace, config: EngineConfig) -> None:

@@ -11,6 +11,12 @@ from tinyvllm.config import EngineConfig
 PHASES = ("decode", "prefill")
 
 
+def pair(text: str) -> tuple[int, int]:
+    """Two numbers, as in 32x1024."""
+    first, _, second = text.partition("x")
+    return int(first), int(second)
+
+
 def finish(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace, EngineConfig], None],

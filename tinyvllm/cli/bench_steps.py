@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from tinyvllm.cli.bench_options import PHASES, finish
+from tinyvllm.cli.bench_options import PHASES, finish, pair
 from tinyvllm.cli.options import Commands
 from tinyvllm.config import EngineConfig
 from tinyvllm.sampling_params import SAMPLERS
+from tinyvllm.util import InputError
 
 
 def add(kinds: Commands) -> None:
     """Adds them."""
     _add_latency(kinds)
     _add_kernels(kinds)
+    _add_matmul(kinds)
     _add_attention(kinds)
     _add_host(kinds)
     _add_memory(kinds)
@@ -70,17 +72,59 @@ def run_kernels(args: argparse.Namespace, config: EngineConfig) -> None:
     )
 
 
+def _add_torch(parser: argparse.ArgumentParser, library: str) -> None:
+    parser.add_argument(
+        "--torch", action="store_true", help=f"in turns with PyTorch's, where it is: {library}"
+    )
+
+
+def _add_matmul(kinds: Commands) -> None:
+    parser = kinds.add_parser("matmul", help="products alone, next to their floor and to cuBLAS")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 8192], help="rows of x")
+    parser.add_argument(
+        "--shapes",
+        type=pair,
+        nargs="+",
+        metavar="NxK",
+        default=[],
+        help="of the weight (default: those of a layer)",
+    )
+    _add_torch(parser, "cuBLAS")
+    finish(parser, run_matmul, as_json=True)
+
+
+def run_matmul(args: argparse.Namespace, config: EngineConfig) -> None:
+    from tinyvllm.bench.matmul import bench_matmul
+
+    bench_matmul(config, args.rows, args.shapes, torch=args.torch, as_json=args.json)
+
+
 def _add_attention(kinds: Commands) -> None:
-    parser = kinds.add_parser("attention", help="decode attention next to reads of its pages")
-    parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences")
-    parser.add_argument("--context", type=int, nargs="+", default=[2048, 4096], help="tokens")
+    parser = kinds.add_parser(
+        "attention", help="decode attention next to reads of its pages, or that of prompts"
+    )
+    parser.add_argument("--phase", choices=PHASES, default="decode", help="which attention")
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences (default: 32, prefill: 1)")
+    parser.add_argument(
+        "--context", type=int, nargs="+", help="tokens (default: 2048 4096, prefill: 8192)"
+    )
+    _add_torch(parser, "cuDNN, for prefill")
     finish(parser, run_attention, as_json=True)
 
 
 def run_attention(args: argparse.Namespace, config: EngineConfig) -> None:
+    if args.phase == "prefill":
+        from tinyvllm.bench.attention_prefill import bench_attention_prefill
+
+        batches, lengths = args.batch or [1], args.context or [8192]
+        bench_attention_prefill(config, batches, lengths, torch=args.torch, as_json=args.json)
+        return
     from tinyvllm.bench.attention import bench_attention
 
-    bench_attention(config, args.batch, args.context, as_json=args.json)
+    if args.torch:
+        raise InputError("--torch compares attention of prompts only: --phase prefill")
+    batches, contexts = args.batch or [32], args.context or [2048, 4096]
+    bench_attention(config, batches, contexts, as_json=args.json)
 
 
 def _add_host(kinds: Commands) -> None:

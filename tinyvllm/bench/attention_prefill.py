@@ -1,0 +1,161 @@
+"""`tinyvllm bench attention --phase prefill`: causal attention of whole prompts alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.bench.attention import GROUPS, HEAD_DIMS, KV_HEADS, PagedBench
+from tinyvllm.bench.op_bench import opened_device
+from tinyvllm.bench.rivals import Seconds, Torch, in_turns
+from tinyvllm.bench.synthetic import prefill_dims
+from tinyvllm.config import EngineConfig
+from tinyvllm.driver.device import Device
+from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
+from tinyvllm.util import DType, ceil_div
+
+REPEATS = 4  # in a graph
+ROUNDS, REPLAYS = 9, 3
+
+
+@dataclass(frozen=True)
+class PrefillAttentionTime:
+    """Attention of `batch` prompts of `length` tokens; `torch_*`: by cuDNN, where asked for.
+
+    Operations are those of the scores that causality leaves: half of all.
+    """
+
+    head_dim: int
+    group: int  # query heads of a KV head
+    batch: int
+    length: int
+    us: float
+    tflops: float
+    torch_us: float | None = None
+    torch_tflops: float | None = None
+
+
+def bench_attention_prefill(
+    config: EngineConfig,
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    torch: bool,
+    as_json: bool,
+) -> None:
+    """Times attention of whole prompts, K and V in blocks in random order, for both head sizes and
+    1 to 8 query heads a KV head; with `torch`, in turns with cuDNN on the same values, which has K
+    and V of a head in one piece."""
+    rows = []
+    with opened_device(config, "bench attention") as (device, dtype):
+        rival = Torch(device.index) if torch else None
+        if not as_json:
+            print(f"{device.info.name}, {dtype.value}, blocks of {config.block_size} tokens")
+            head = (
+                f"{'head_dim':>8} {'group':>6} {'batch':>6} {'length':>7} {'us':>9} {'TFLOP/s':>8}"
+            )
+            print(f"{head} {'cuDNN us':>9} {'TFLOP/s':>8} {'times':>6}" if torch else head)
+        for batch, length in itertools.product(batches, lengths):
+            for head_dim, group in itertools.product(HEAD_DIMS, GROUPS):
+                with PrefillAttentionBench(
+                    device, dtype, config.block_size, head_dim, group, batch, length
+                ) as bench:
+                    rows.append(bench.measure(rival))
+                if not as_json:
+                    print(_line(rows[-1]), flush=True)
+        if as_json:
+            print(json.dumps({"device": device.info.name, "rows": [asdict(r) for r in rows]}))
+
+
+def prefill_program(head_dim: int, group: int, block_size: int) -> Program:
+    """Attention of one layer; K and V of the prompts are in the cache."""
+    p = Program("attention")
+    width = KV_HEADS * group * head_dim
+    for name, size in (("query_start", "R1"), ("batch_slots", "R"), ("seq_lens", "R")):
+        p.buffer(name, (size,), DType.I32, INPUT)
+    p.buffer("block_tables", (1, "SLOTS", "MB"), DType.I32, STATE)
+    p.buffer("kv_cache", ("NB", 1, 2, KV_HEADS, block_size, head_dim), None, STATE)
+    p.buffer("q", ("T", width), None, STATE)
+    p.buffer("y", ("T", width), None, OUTPUT)
+    same: dict[str, Any] = {name: name for name in p.buffers}
+    p.emit("attention", layer=0, group=0, scale=head_dim**-0.5, **same)
+    return p
+
+
+class PrefillAttentionBench(PagedBench):
+    """Prompts of one length and heads of one shape; frees everything at exit."""
+
+    def __init__(
+        self,
+        device: Device,
+        dtype: DType,
+        block_size: int,
+        head_dim: int,
+        group: int,
+        batch: int,
+        length: int,
+    ) -> None:
+        self._shape = (head_dim, group, batch, length)
+        program = prefill_program(head_dim, group, block_size)
+        dims = prefill_dims(batch, length)
+        super().__init__(device, program, dims, dtype, batch, ceil_div(length, block_size))
+        self.fill("q")
+        self.run(
+            {
+                "query_start": np.arange(batch + 1) * length,
+                "batch_slots": np.arange(batch),
+                "seq_lens": np.full(batch, length),
+            }
+        )
+
+    def measure(self, rival: Torch | None) -> PrefillAttentionTime:
+        """The time of one launch, and of cuDNN's."""
+        head_dim, group, batch, length = self._shape
+        launches = self.launches() * REPEATS
+        graph = self.graph(launches)
+        runs: list[Seconds] = [lambda: self.seconds(graph, REPLAYS) / len(launches)]
+        if rival:
+            runs.append(rival.attention(*self._unpaged(rival), REPEATS, REPLAYS))
+        times = in_turns(runs, ROUNDS)
+        flops = 2 * batch * length**2 * KV_HEADS * group * head_dim
+        rates = [flops / seconds / 1e12 for seconds in times]
+        return PrefillAttentionTime(
+            head_dim,
+            group,
+            batch,
+            length,
+            us=times[0] * 1e6,
+            tflops=rates[0],
+            torch_us=times[1] * 1e6 if rival else None,
+            torch_tflops=rates[1] if rival else None,
+        )
+
+    def _unpaged(self, rival: Torch) -> tuple[Any, Any, Any]:
+        """q, k and v [batch, heads, length, head_dim] as PyTorch has them."""
+        head_dim, _, batch, length = self._shape
+        q = rival.tensor(self.executor.array("q")).view(batch, length, -1, head_dim)
+        cache = rival.tensor(self.executor.array("kv_cache"))
+        tables = rival.tensor(self.executor.array("block_tables"))[0].long()
+        k, v = (
+            cache[tables, 0, part]  # [batch, blocks, KV heads, places, head_dim]
+            .permute(0, 2, 1, 3, 4)
+            .reshape(batch, KV_HEADS, -1, head_dim)[:, :, :length]
+            .contiguous()
+            for part in (0, 1)
+        )
+        return q.transpose(1, 2), k, v
+
+
+def _line(row: PrefillAttentionTime) -> str:
+    line = (
+        f"{row.head_dim:>8} {row.group:>6} {row.batch:>6} {row.length:>7} {row.us:>9.2f} "
+        f"{row.tflops:>8.1f}"
+    )
+    if row.torch_us is not None and row.torch_tflops is not None:
+        line += f" {row.torch_us:>9.2f} {row.torch_tflops:>8.1f} {row.torch_us / row.us:>6.3f}"
+    return line
