@@ -2,7 +2,7 @@
 //
 // which draws v with the probabilities of softmax(logits / temperature) (the Gumbel-max trick), for
 // Gumbel noise g; temperature 0 is greedy. Scaling the noise, not the logits, can't overflow. The
-// noise comes from word v % 4 of Philox4x32-10 with the row's seed as key and the counter
+// noise comes from word v % 4 of Philox4x32-7 with the row's seed as key and the counter
 // (v / 4, position, 0, 0): it depends on the seed and the position only, never on the batch. Ties
 // go to the lowest v; if all is NaN, and for padding (slot -1), the token is 0. FILTERED, of rows
 // with a temperature there are left, NaN and -infinity aside,

@@ -22,6 +22,7 @@ SHARED_BYTES = 9168  # of the struct Shared in row_part.cuh; logits follow
 # own are faster (docs/decode.md has the times).
 MAX_CLUSTER_ROWS = 32
 TILES = 4  # in shared memory at a time, where a block's logits don't all fit
+PHILOX_ROUNDS = 7  # as philox.cuh has it
 
 
 class Sample(OpDef):
@@ -128,13 +129,13 @@ def gumbel_noise(seed: np.ndarray, position: int, count: int) -> np.ndarray:
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox4x32-10: four random words [4, n] for n 128-bit counters [4, n] and a key [2].
+    """Philox4x32-7: four random words [4, n] for n 128-bit counters [4, n] and a key [2].
 
     All uint32, low words first (Salmon et al., SC 2011).
     """
     x0, x1, x2, x3 = counter
     k0, k1 = int(key[0]), int(key[1])
-    for _ in range(10):
+    for _ in range(PHILOX_ROUNDS):
         p0 = np.multiply(x0, 0xD2511F53, dtype=np.uint64)
         p1 = np.multiply(x2, 0xCD9E8D57, dtype=np.uint64)
         high0, high1 = (p0 >> 32).astype(np.uint32), (p1 >> 32).astype(np.uint32)
