@@ -29,10 +29,15 @@ def opened_device(config: EngineConfig, bench: str) -> Iterator[tuple[Device, DT
 
 
 class OpBench(ExitStack):
-    """A program on the device at sizes `dims`; frees everything at exit."""
+    """A program on the device at sizes `dims`, in buffers for `limits`; frees all at exit."""
 
     def __init__(
-        self, device: Device, program: Program, dims: Mapping[str, int], dtype: DType
+        self,
+        device: Device,
+        program: Program,
+        dims: Mapping[str, int],
+        dtype: DType,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.device, self.program, self.dims = device, program.name, dims
@@ -43,7 +48,7 @@ class OpBench(ExitStack):
             self.executor = CudaExecutor(
                 [program],
                 {},
-                dims,
+                {**dims, **(limits or {})},
                 act=dtype,
                 info=device.info,
                 pool=pool,

@@ -14,6 +14,8 @@ from tinyvllm.ops.matmul_kernels import MATMUL_HOPPER, Choice
 from tinyvllm.ops.matmul_tiles import (
     HOPPER_LARGE,
     HOPPER_LARGE_ROWS,
+    HOPPER_MIDDLE,
+    HOPPER_MIDDLE_US,
     HOPPER_US,
     MAX_CLUSTERED,
     MIN_SPLIT_TILES,
@@ -25,10 +27,11 @@ from tinyvllm.util import align_up, ceil_div
 
 HOPPER_EDGES = 2.0  # us until a tile's products run, and from their end until it is stored
 HOPPER_NARROW = 64  # rows and columns: with as few rows memory decides, and no wider tile won
-HOPPER_CLUSTERED = 256  # up to as many rows clusters that share weights were measured
+HOPPER_CLUSTERED = 512  # up to as many rows clusters that share weights were faster
 HOPPER_MEETING = 0.5  # us that blocks wait for each other's start in a cluster
 HOPPER_L2 = 10.5e6  # bytes that tiles load from L2 in a us
-HOPPER_L2_PAIRS = 13e6  # where two stages are loaded together, all of K by one block alone
+# Where a block has all of K, and two stages are loaded together, or HOPPER_MIDDLE many rows.
+HOPPER_L2_WHOLE = 13e6
 
 
 def hopper_choice(
@@ -77,14 +80,17 @@ def hopper_tile(
     if M >= HOPPER_LARGE_ROWS and N % HOPPER_LARGE.cols == 0:
         return HOPPER_LARGE, 1
 
+    middle = M in HOPPER_MIDDLE
+    tile_us = HOPPER_US | HOPPER_MIDDLE_US if middle else HOPPER_US
+
     def time(of: tuple[HopperTile, int]) -> float:
         tile, split = of
         tiles = num_tiles(tile, M, N)
         waves = ceil_div(tiles * split, device.num_sms)
-        products = waves * HOPPER_US[tile][silu] * K / 2048 / split
+        products = waves * tile_us[tile][silu] * K / 2048 / split
         edges = HOPPER_EDGES * (1 if tile.alternate else waves)
-        alone = split == tile.cluster == 1
-        speed = HOPPER_L2_PAIRS if tile.boxes == 2 and alone else HOPPER_L2
+        fast = split == 1 and (middle or (tile.boxes == 2 and tile.cluster == 1))
+        speed = HOPPER_L2_WHOLE if fast else HOPPER_L2
         loaded = tiles * (tile.rows + tile.cols / tile.cluster) * K * 2
         summed = 1 + 0.4 * split + tile.rows * tile.cols / 4000 if split > 1 else 0.0
         if tile.cluster > 1:
@@ -101,7 +107,7 @@ def hopper_tile(
             return M <= HOPPER_CLUSTERED and align_up(M, rows) < M + 64
         return rows < M + 64  # no warpgroup
 
-    tiles = [t for t in HOPPER_US if fits(t)]
+    tiles = [t for t in tile_us if fits(t)]
     if head_dim:  # three consumers have no registers to spare for sines
         tiles = [t for t in tiles if t.consumers < 3]
         return min(((t, 1) for t in tiles), key=time)

@@ -1,7 +1,7 @@
 """The tiles that products are cut into, for each kernel, and how fast they were measured to be.
 
 Tiles of matmul_hopper.cu that were fastest on an H200 (us, 2026-11-30, in chains of 2 to 16
-products, interleaved with cuBLAS, whose time stands below). Up to 256 rows and at 8192, but for the
+products, interleaved with cuBLAS, whose time stands below). Up to 640 rows and at 8192, but for the
 head, products are those of a model's step: with residual or SiLU product, QKV at 8192 with RoPE and
 KV write; cuBLAS only multiplies. 2x: in clusters of two. /s: with K split over s blocks. a:
 consumers alternate.
@@ -15,8 +15,12 @@ consumers alternate.
           cuBLAS    8.3               6.7               23.1               22.5
     256   2x64x128  8.4    64x64      6.7   2x128x256   29.4    2x64x64    22.1  a128x128  218.3
           cuBLAS    7.9               6.6               27.6               21.5            200.1
-    512   128x128  12.3    128x128   11.3   a128x128    52.4    128x128/2  33.2
-          cuBLAS   11.1               9.2               54.7               29.3
+    320   64x128    8.8    64x128     8.5   a128x128    41.6    64x128     28.2
+          cuBLAS   10.5               7.0               36.0               23.5
+    512   128x96   10.8    128x64     9.3   a128x128    55.2    2x64x128   31.4
+          cuBLAS   11.2               9.2               57.3               29.3
+    640   128x128  13.0    128x96    11.1   a128x128    66.1    128x96     37.6
+          cuBLAS   13.7               9.8               69.4               31.4
     1024  128x192  18.6    128x128   13.2   a128x128   101.5    128x128    46.2
           cuBLAS   19.3              13.6              110.9               44.9
     8192  2x128x256 171    2x128x256 119    2x128x256  830      2x128x256  419
@@ -223,8 +227,19 @@ HOPPER_US = {
     HopperTile(1, 2, 256, 4, cluster=2): (24.0, 24.6),
     HopperTile(2, 2, 128, 6, alternate=True): (12.1, 12.5),
 }
+# The same for these numbers of rows, where most of what tiles load is found in L2: what differs,
+# and tiles for them alone.
+HOPPER_MIDDLE = range(257, 705)
+HOPPER_MIDDLE_US = {
+    HopperTile(1, 1, 128, 8): (6.6, 7.2),
+    HopperTile(1, 1, 128, 8, cluster=2): (7.3, 7.9),
+    HopperTile(1, 1, 192, 6): (8.5, 9.4),
+    HopperTile(1, 2, 96, 6): (8.2, 9.4),
+    HopperTile(1, 2, 128, 6): (10.5, 12.0),
+    HopperTile(1, 3, 128, 4): (18.6, 19.4),
+}
 # Products of this many rows last so long that the card lowers its clock for want of power. The tile
 # that moves least for its multiplications then wins, whatever it takes on a cool card.
 HOPPER_LARGE_ROWS = 4096
 HOPPER_LARGE = HopperTile(1, 2, 256, 4, cluster=2)
-HOPPER_TILES = tuple(HOPPER_US)
+HOPPER_TILES = tuple(HOPPER_US | HOPPER_MIDDLE_US)
