@@ -46,11 +46,13 @@ def test_rivals_are_timed_and_compute_the_same(device, monkeypatch, capsys):
     def check_product(bench, rates, rival):
         row = measure_product(bench, rates, rival)
         executor = bench.executor
-        x = rival.tensor(executor.array("x").rows(0, row.rows))
-        weight = rival.tensor(executor.array(bench._weights[-1]))
+        x, weight = (rival.tensor(executor.array(name)) for name in ("x", bench._weights[-1]))
         want = torch.mm(x, weight.T).float().cpu().numpy()
         got = executor.read("matmul", bench.dims, "y")
         assert abs(got - want).max() < 0.02 * abs(want).max()
+        launch = bench.launches()[0].launch
+        names = [name for _, name in launch.spec.kernel.params]
+        assert launch.args[names.index("M")] == row.rows  # not those with the room
         checked.append("matmul")
         return row
 

@@ -105,7 +105,7 @@ class ProductBench(OpBench):
     def __init__(self, device: Device, dtype: DType, rows: int, n: int, k: int) -> None:
         count = max(1, min(MAX_WEIGHTS, PAST_L2 // (n * k * dtype.itemsize)))
         self._program = product_program(n, k, count)
-        super().__init__(device, self._program, {"T": rows}, dtype, {"T": rows + ROOM})
+        super().__init__(device, self._program, {"T": rows}, dtype, {"x": ROOM})
         self._weights = [f"weight_{i}" for i in range(count)]
         self._shape, self._dtype = (rows, n, k), dtype
         self.fill("x")
@@ -119,9 +119,8 @@ class ProductBench(OpBench):
         graph = self.graph(launches)
         runs = [lambda: self.seconds(graph, REPLAYS) / len(launches)]
         if rival:
-            x = self.executor.array("x").rows(0, rows)
             weights = [self.executor.array(weight) for weight in self._weights]
-            runs.append(rival.products(x, weights, REPLAYS))
+            runs.append(rival.products(self.executor.array("x"), weights, REPLAYS))
         us, *others = (seconds * 1e6 for seconds in in_turns(runs, ROUNDS))
         op = self._program.ops[0]
         cost = op_def(op.kind).cost(described(self._program, op, self.dims, self._dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import prod
 
 from tinyvllm.bench.synthetic import fill_random
 from tinyvllm.bench.timing import captured, replay_seconds
@@ -11,9 +12,10 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.driver.graph import GraphExec
 from tinyvllm.driver.kernel import KernelLoader, PreparedLaunch
+from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.pool import DevicePool
 from tinyvllm.ops.cuda_executor import CudaExecutor
-from tinyvllm.ops.program import Program
+from tinyvllm.ops.program import Program, concrete
 from tinyvllm.util import DType, InputError
 
 
@@ -29,7 +31,10 @@ def opened_device(config: EngineConfig, bench: str) -> Iterator[tuple[Device, DT
 
 
 class OpBench(ExitStack):
-    """A program on the device at sizes `dims`, in buffers for `limits`; frees all at exit."""
+    """A program on the device at sizes `dims`; frees everything at exit.
+
+    `room`: rows of memory behind those that some states have.
+    """
 
     def __init__(
         self,
@@ -37,7 +42,7 @@ class OpBench(ExitStack):
         program: Program,
         dims: Mapping[str, int],
         dtype: DType,
-        limits: Mapping[str, int] | None = None,
+        room: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.device, self.program, self.dims = device, program.name, dims
@@ -45,10 +50,17 @@ class OpBench(ExitStack):
             self.stream = opened.enter_context(Stream())
             loader = opened.enter_context(KernelLoader(device))
             pool = opened.enter_context(DevicePool(device, device.mem_info()[0]))
+            arrays = {}
+            for name, rows in (room or {}).items():
+                shape = concrete(program.buffers[name].shape, dims)
+                most = shape[0] + rows
+                ptr = pool.alloc(most * prod(shape[1:]) * dtype.itemsize, self.stream)
+                opened.callback(pool.free, ptr, self.stream)
+                arrays[name] = DeviceArray(ptr, shape, dtype, max_rows=most)
             self.executor = CudaExecutor(
                 [program],
-                {},
-                {**dims, **(limits or {})},
+                arrays,
+                dims,
                 act=dtype,
                 info=device.info,
                 pool=pool,
