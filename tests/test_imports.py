@@ -132,6 +132,15 @@ def test_the_command_line_loads_no_server():
     assert not loaded & {"fastapi", "uvicorn", "pydantic", "prometheus_client", "cuda.bindings"}
 
 
+def test_a_command_loads_no_other(tmp_path):
+    loaded = loaded_after(
+        "from tinyvllm.cli.main import main\n"
+        f"main(['top', '--once', '--interval', '0', '--url', 'http://{tmp_path}'])"
+    )
+    assert "tinyvllm.cli.top" in loaded
+    assert not loaded & {f"tinyvllm.cli.{name}" for name in ("generate", "serve", "bench")}
+
+
 def test_llm_is_found_and_unknown_names_are_not():
     import tinyvllm
 

@@ -141,6 +141,11 @@ class EngineConfig:
         if self.device not in ("auto", "cpu", "cuda") and not (name == "cuda" and index.isdigit()):
             raise InputError(f"device={self.device!r}: must be auto, cpu, cuda or cuda:N")
 
+    @property
+    def gpu_index(self) -> int | None:
+        """The number of the GPU to run on, where there is one; None if the CPU was asked for."""
+        return None if self.device == "cpu" else int(self.device.partition(":")[2] or 0)
+
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
     """InputError, with the option's name, unless the value is a number from `low` to `high`."""

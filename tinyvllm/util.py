@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 logger = logging.getLogger("tinyvllm")
+START_PREFIX = "start: "  # of lines that `log_start` writes
 
 
 class InputError(ValueError):
@@ -24,6 +25,11 @@ class InputError(ValueError):
     The message names what is wrong, the value and the limit; the command line prints it without
     a traceback.
     """
+
+
+def log_start(part: str) -> None:
+    """Logs that a part of the start has just ended: `tinyvllm bench startup` times these lines."""
+    logger.info("%s%s", START_PREFIX, part)
 
 
 class Closing:
@@ -59,6 +65,19 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """The garbage collector rests in the block, where what is made stays: it would look at all of
+    it again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def ceil_div(a: int, b: int) -> int:

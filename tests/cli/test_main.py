@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tinyvllm.cli import main as command
 from tinyvllm.cli.main import main
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
@@ -101,7 +100,7 @@ def test_errors_of_ours_are_not_hidden(monkeypatch):
     def broken(args):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(command.doctor, "run_doctor", broken)
+    monkeypatch.setattr("tinyvllm.cli.doctor.run_doctor", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["doctor"])
 
@@ -114,7 +113,7 @@ def test_exit_status_of_errors(monkeypatch, error, status):
     def fails(args):
         raise error
 
-    monkeypatch.setattr(command.doctor, "run_doctor", fails)
+    monkeypatch.setattr("tinyvllm.cli.doctor.run_doctor", fails)
     assert main(["doctor"]) == status
 
 

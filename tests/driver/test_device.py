@@ -3,7 +3,14 @@ import threading
 import pytest
 
 from tinyvllm.driver import calls
-from tinyvllm.driver.device import Device, Event, Stream, cuda_unavailable
+from tinyvllm.driver.device import (
+    Device,
+    Event,
+    Stream,
+    cuda_unavailable,
+    open_ahead,
+    open_device,
+)
 from tinyvllm.driver.memory import MemPool, memset
 from tinyvllm.util import InputError
 
@@ -75,6 +82,38 @@ def test_hopper_path_is_for_9_0_only(driver):
         info = Device(0, requested).info
         assert (info.kernel_path, info.compute_capability) == (path, capability)
         assert (info.name, info.num_sms, info.smem_per_block) == ("GPU", 132, 232448)
+
+
+def test_a_gpu_that_is_too_old_is_given_back(fake_driver, monkeypatch):
+    monkeypatch.setattr(fake_driver, "cuDeviceGetAttribute", lambda *a: (0, 7), raising=False)
+    with pytest.raises(InputError, match=r"compute capability 7\.7"):
+        Device()
+    assert fake_driver.names.count("cuDevicePrimaryCtxRelease") == 1
+
+
+def test_a_device_opened_ahead_is_the_one_that_is_opened(fake_driver):
+    open_ahead(0, "portable")
+    ahead = open_device(0, "portable")
+    assert ahead.info.kernel_path == "portable"
+    assert fake_driver.names.count("cuDevicePrimaryCtxRetain") == 1
+    with ahead, open_device(0, "portable") as another:
+        assert another is not ahead
+    assert fake_driver.names.count("cuDevicePrimaryCtxRelease") == 2
+
+
+def test_errors_of_opening_ahead_are_raised_where_the_device_is_opened(fake_driver):
+    open_ahead(3, "auto")
+    with pytest.raises(InputError, match=r"cuda:3: the driver sees 1 GPU"):
+        open_device(3, "auto")
+
+
+def test_nothing_is_opened_ahead_for_the_cpu_or_without_cuda(driver):
+    open_ahead(None, "auto")
+    driver(cuDriverGetVersion=(0, 12090))
+    open_ahead(0, "auto")
+    driver(cuInit=(0,), cuDeviceGetCount=(0, 0))
+    with pytest.raises(InputError, match="sees no GPU"):
+        open_device(0, "auto")
 
 
 @pytest.mark.gpu

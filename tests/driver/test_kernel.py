@@ -1,3 +1,6 @@
+import itertools
+import threading
+
 import numpy as np
 import pytest
 
@@ -133,6 +136,40 @@ def test_what_the_cache_has_is_loaded_when_requested_the_rest_when_needed(fake_l
         assert len(made) == len(specs), "each is compiled once"
         second.load_requested()
     assert names.count("cuModuleUnload") == 8
+
+
+def test_what_is_requested_later_is_loaded_beside_the_caller_s_own(fake_loader, monkeypatch):
+    monkeypatch.setattr(kernel, "LATER", 0.05)
+    loader, made, names = fake_loader
+    specs = [KERNEL(n) for n in range(32, 40)]
+    loader.load_all(specs[:4])
+    with KernelLoader(loader.device, loader._cache) as second:
+        second.request_later(iter(specs))
+        assert names.count("cuModuleLoadData") == 4, "not at once"
+        second.load_all(specs[2:5])
+        second._later.join()
+        second.load_requested()
+        assert names.count("cuModuleLoadData") == 12 and len(made) == 8, "each is loaded once"
+    assert names.count("cuModuleUnload") == 8
+
+
+def test_closing_ends_what_is_requested_later(fake_loader, monkeypatch):
+    monkeypatch.setattr(kernel, "LATER", 0)
+    loader, _, _ = fake_loader
+    taken = threading.Semaphore(0)
+
+    def endless():
+        for n in itertools.count(1):
+            taken.release()
+            yield KERNEL(32 * n)
+
+    with KernelLoader(loader.device, loader._cache) as second:
+        second.request_later(endless())
+        assert taken.acquire(timeout=5) and taken.acquire(timeout=5)
+    assert not second._later.is_alive()
+    with KernelLoader(loader.device, loader._cache) as third:
+        monkeypatch.setattr(kernel, "LATER", 60)
+        third.request_later(endless())
 
 
 @pytest.fixture

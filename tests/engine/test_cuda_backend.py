@@ -58,6 +58,9 @@ class FakeLoader:
     def request(self, specs):
         list(specs)
 
+    def request_later(self, specs):
+        self.request(specs)
+
     def load_all(self, specs):
         pass
 

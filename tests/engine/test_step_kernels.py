@@ -8,7 +8,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.driver.devices import DEVICES
 from tinyvllm.engine.batch import SCORE_ROWS, row_bucket, size_class, step_limits
 from tinyvllm.engine.sizing import engine_limits, engine_programs
-from tinyvllm.engine.step_kernels import step_kernels
+from tinyvllm.engine.step_kernels import first_kernels, step_kernels
 from tinyvllm.model.presets import PRESETS
 from tinyvllm.ops.executor import described, writes_nothing
 from tinyvllm.ops.registry import op_def
@@ -64,14 +64,15 @@ def test_what_scoring_prompts_asks_for_is_found_where_few_rows_decode(info):
             assert used <= found, positions
 
 
-def test_kernels_of_the_first_steps_are_found_first():
-    info = DEVICES["sm_90a"]
-    found = list(step_kernels(PROGRAMS, LIMITS, DType.BF16, info))
-    first = set()
+@pytest.mark.parametrize("info", [DEVICES["sm_80"], DEVICES["sm_90a"]], ids=lambda i: i.name)
+def test_kernels_of_a_plain_request_s_first_steps_are_found_apart(info):
+    first = list(first_kernels(PROGRAMS, LIMITS, DType.BF16, info))
+    used = set()
     for program in PROGRAMS:
         if program.name == "prefill.plain":
-            first.update(asked_for(program, 0, 8, 8, info))
+            used.update(asked_for(program, 0, 8, 8, info))
         elif program.name == "decode.plain":
-            first.update(asked_for(program, 1, 0, 9, info))
-    assert 8 < len(first) < len(found) / 2
-    assert first <= set(found[: len(first) + 4])
+            used.update(asked_for(program, 1, 0, 9, info))
+    assert len(first) == len(set(first)) and set(first) == used
+    every = set(step_kernels(PROGRAMS, LIMITS, DType.BF16, info))
+    assert 8 < len(used) < len(every) / 2 and used <= every

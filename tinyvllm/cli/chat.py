@@ -13,6 +13,7 @@ from typing import Any
 from tinyvllm.api.interrupt import deferred_interrupt
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig
+from tinyvllm.driver.device import open_ahead
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
 
@@ -34,16 +35,19 @@ def add(commands: Commands) -> None:
 
 def run_chat(args: argparse.Namespace) -> int:
     """Reads lines and answers them until the input ends."""
+    if args.model_tag and args.model:
+        raise InputError(f"MODEL={args.model_tag} and --model={args.model}: give one of them")
+    args.model = args.model_tag or args.model
+    config = from_args(EngineConfig, args, leave_out="seed")
+    open_ahead(config.gpu_index, config.kernel_path)
     from tinyvllm.api.llm import LLM
     from tinyvllm.model.chat import require_jinja
     from tinyvllm.model.hub import default_model
 
     require_jinja()  # before the model is loaded
-    if args.model_tag and args.model:
-        raise InputError(f"MODEL={args.model_tag} and --model={args.model}: give one of them")
-    args.model = args.model_tag or args.model or default_model()
-    config = from_args(EngineConfig, args, leave_out="seed")
-    with LLM(**dataclasses.asdict(config)) as llm:
+    options = dataclasses.asdict(config)
+    options["model"] = config.model or default_model()
+    with LLM(**options) as llm:
         print(f"{llm.engine.model.where} on {llm.engine.backend.device_name}", file=sys.stderr)
         params = _params(llm.engine.model.generation_defaults, args)
         conversation = Conversation(llm, params, args.system)

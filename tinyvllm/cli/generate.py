@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.cli.options import Commands, add_options, from_args
 from tinyvllm.config import EngineConfig
+from tinyvllm.driver.device import open_ahead
 from tinyvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,14 +30,17 @@ def add(commands: Commands) -> None:
 
 def run_generate(args: argparse.Namespace, trace: Trace | None = None) -> int:
     """Streams the completion of a prompt, then says how fast it was on standard error."""
+    start = time.perf_counter()
+    params = from_args(SamplingParams, args)
+    config = from_args(EngineConfig, args, leave_out="seed")
+    if trace is None:  # which shows all calls
+        open_ahead(config.gpu_index, config.kernel_path)
     from tinyvllm.api.llm import LLM
     from tinyvllm.model.hub import default_model
 
-    start = time.perf_counter()
-    args.model = args.model or default_model()
-    params = from_args(SamplingParams, args)
-    config = from_args(EngineConfig, args, leave_out="seed")
-    with LLM(**dataclasses.asdict(config), trace=trace) as llm:
+    options = dataclasses.asdict(config)
+    options["model"] = config.model or default_model()
+    with LLM(**options, trace=trace) as llm:
         print(f"{llm.engine.model.where} on {llm.engine.backend.device_name}", file=sys.stderr)
         stream_completion(llm, args.prompt, params, start, as_json=args.json)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tinyvllm.driver.calls import CudaError, call, driver_api, succeeds
@@ -85,9 +86,14 @@ class Device(Closing):
             raise InputError(f"device cuda:{index}: the driver sees {count} GPU(s), from cuda:0 on")
         self.index = index
         self.handle = call("cuDeviceGet", index)
-        self.info = _device_info(self.handle, kernel_path)
+        # First, since it takes its time, in which other threads run.
         self._context: Any = call("cuDevicePrimaryCtxRetain", self.handle)
-        self.make_current()
+        try:
+            self.info = _device_info(self.handle, kernel_path)
+            self.make_current()
+        except BaseException:
+            self.close()
+            raise
 
     def make_current(self) -> None:
         """Makes the context current in the calling thread; costs nothing where it is already."""
@@ -139,6 +145,32 @@ def _device_info(handle: Any, kernel_path: str) -> DeviceInfo:
         # wgmma, TMA and setmaxnreg as the Hopper kernels use them exist on 9.0 alone.
         kernel_path="hopper" if capability == (9, 0) and kernel_path == "auto" else "portable",
     )
+
+
+_ahead: dict[tuple[int, str], Future[Device]] = {}  # opened, or being opened, by arguments
+
+
+def open_ahead(index: int | None, kernel_path: str) -> None:
+    """Begins to open a device in a thread, for `open_device`: it takes a quarter of a second.
+
+    For programs, beside their imports. None is no GPU. Where CUDA cannot be used nothing happens:
+    whoever opens the device is told.
+    """
+    if index is None:
+        return
+    try:
+        check_driver()
+    except CudaUnavailableError:
+        return
+    thread = ThreadPoolExecutor(1, "start-up")
+    _ahead[index, kernel_path] = thread.submit(Device, index, kernel_path)
+    thread.shutdown(wait=False)
+
+
+def open_device(index: int, kernel_path: str) -> Device:
+    """The device that `open_ahead` was asked for, or else a new one; see `Device`."""
+    ahead = _ahead.pop((index, kernel_path), None)
+    return Device(index, kernel_path) if ahead is None else ahead.result()
 
 
 class Event(Closing):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ from tinyvllm.util import Closing, InputError
 DEFAULT_SMEM = 48 * 1024  # dynamic bytes beyond this need the function's permission
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_CLUSTER = 8  # blocks; some GPUs could do more, if asked to
+# Seconds after which `request_later` begins, and between two kernels: loaded one after the other
+# without a pause they make the launches of other threads wait.
+LATER, PAUSE = 0.3, 0.002
 
 
 @dataclass
@@ -37,7 +41,7 @@ class LoadedKernel:
 
 
 class KernelLoader(Closing):
-    """Compiles and loads the kernels of one device."""
+    """Compiles and loads the kernels of one device. To be used from one thread."""
 
     def __init__(self, device: Device, kernel_cache: KernelCache | None = None) -> None:
         self.device = device
@@ -45,6 +49,9 @@ class KernelLoader(Closing):
         self._cache = kernel_cache or KernelCache()
         self._queue = CompileQueue(self.arch, self._cache)
         self._loaded: dict[KernelSpec, LoadedKernel] = {}
+        self._lock = threading.RLock()  # for what the thread below changes, too
+        self._later: threading.Thread | None = None
+        self._closing = threading.Event()
         self.pdl = device.info.compute_capability >= (9, 0)
 
     def request(self, specs: Iterable[KernelSpec]) -> None:
@@ -55,10 +62,32 @@ class KernelLoader(Closing):
         """
         new = (spec for spec in specs if spec not in self._loaded and spec not in self._queue)
         for spec, kernel in cached(new, self.arch, self._cache):
-            if kernel is None:
-                self._queue.put(spec)
-            else:
-                self._load(spec, kernel)
+            with self._lock:
+                if spec in self._loaded or spec in self._queue:
+                    continue  # by the other thread, meanwhile
+                if kernel is None:
+                    self._queue.put(spec)
+                else:
+                    self._load(spec, kernel)
+
+    def request_later(self, specs: Iterable[KernelSpec]) -> None:
+        """Has a thread request these in a moment, when the first steps are on their way.
+
+        `specs` is taken from in that thread. May be called once.
+        """
+
+        def unhurried() -> Iterator[KernelSpec]:
+            if not self._closing.wait(LATER):
+                self.device.make_current()
+                for spec in specs:
+                    yield spec
+                    if self._closing.wait(PAUSE):
+                        return
+
+        self._later = threading.Thread(
+            target=lambda: self.request(unhurried()), name="later-kernels"
+        )
+        self._later.start()
 
     def load_all(self, specs: Iterable[KernelSpec]) -> None:
         """Loads every spec that is not loaded yet, once it is compiled: before all others.
@@ -68,9 +97,11 @@ class KernelLoader(Closing):
         missing = dict.fromkeys(spec for spec in specs if spec not in self._loaded)
         if not missing:
             return
-        self.request(missing)
-        for spec, kernel in self._queue.get(s for s in missing if s not in self._loaded).items():
-            self._load(spec, kernel)
+        with self._lock:
+            self.request(missing)
+            compiled = self._queue.get(s for s in missing if s not in self._loaded)
+            for spec, kernel in compiled.items():
+                self._load(spec, kernel)
 
     def load_requested(self) -> None:
         """Waits for all that was requested, and loads it: afterwards nothing waits for a kernel."""
@@ -107,6 +138,9 @@ class KernelLoader(Closing):
 
         Waits for what is being compiled at this moment, for the cache.
         """
+        self._closing.set()
+        if self._later is not None:
+            self._later.join()
         self._queue.close()
         for kernel in self._loaded.values():
             call("cuModuleUnload", kernel.module)

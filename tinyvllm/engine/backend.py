@@ -6,14 +6,12 @@ from typing import Protocol
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import CudaUnavailableError, check_driver
-from tinyvllm.engine.cpu_backend import CpuBackend
-from tinyvllm.engine.cuda_backend import CudaBackend
 from tinyvllm.memory.budget import MemoryPlan
 from tinyvllm.memory.pool import PoolStats
 from tinyvllm.memory.swapper import Swapper
 from tinyvllm.model.hub import LocalModel
 from tinyvllm.ops.executor import Executor
-from tinyvllm.util import InputError, logger
+from tinyvllm.util import InputError, logger, no_collection
 
 
 class Backend(Protocol):
@@ -64,13 +62,18 @@ def open_backend(config: EngineConfig, model: LocalModel) -> Backend:
     "auto" is the first GPU, or the CPU where CUDA cannot be used (said in one log line). Raises
     InputError for a device that is asked for and not there, and for a model that does not fit.
     """
-    if config.device == "cpu":
-        return CpuBackend(config, model)
-    try:
-        check_driver()
-        return CudaBackend(config, model, index=int(config.device.partition(":")[2] or 0))
-    except CudaUnavailableError as error:
-        if config.device != "auto":
-            raise InputError(f"device={config.device!r}: {error}") from None
-        logger.info("%s Running on the CPU.", error)
+    index = config.gpu_index
+    if index is not None:
+        try:
+            check_driver()
+            from tinyvllm.engine.cuda_backend import CudaBackend  # one of the two is needed
+
+            with no_collection():
+                return CudaBackend(config, model, index)
+        except CudaUnavailableError as error:
+            if config.device != "auto":
+                raise InputError(f"device={config.device!r}: {error}") from None
+            logger.info("%s Running on the CPU.", error)
+    from tinyvllm.engine.cpu_backend import CpuBackend
+
     return CpuBackend(config, model)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import CudaError, phase
 from tinyvllm.driver.compiler import nvrtc_version
-from tinyvllm.driver.device import Device, Stream
+from tinyvllm.driver.device import Device, Stream, open_device
 from tinyvllm.driver.kernel import KernelLoader
 from tinyvllm.driver.memory import PinnedBuffer, copy_to_device, copy_to_host
 from tinyvllm.engine.sizing import (
@@ -19,7 +19,7 @@ from tinyvllm.engine.sizing import (
     plan_engine,
     swap_space,
 )
-from tinyvllm.engine.step_kernels import step_kernels
+from tinyvllm.engine.step_kernels import first_kernels, step_kernels
 from tinyvllm.memory.cuda_swapper import CudaSwapper
 from tinyvllm.memory.pool import DevicePool, OutOfMemoryError, PoolStats
 from tinyvllm.memory.upload import CopyJob, Uploader
@@ -35,9 +35,9 @@ from tinyvllm.model.weights import (
     place_weights,
 )
 from tinyvllm.ops.cuda_executor import CudaExecutor
-from tinyvllm.ops.executor import Executor
+from tinyvllm.ops.executor import Executor, arena_plans
 from tinyvllm.progress import Progress
-from tinyvllm.util import format_bytes, logger
+from tinyvllm.util import format_bytes, log_start, logger
 
 
 class CudaBackend:
@@ -59,14 +59,16 @@ class CudaBackend:
         with ExitStack() as stack:
             # The driver's slowest calls are made in a thread, beside Python's part of the start.
             with ThreadPoolExecutor(1, "start-up") as beside:
-                opening = beside.submit(Device, index, config.kernel_path)
+                opening = beside.submit(open_device, index, config.kernel_path)
                 try:
                     self._programs = engine_programs(config, model.config, primitive=False)
                     self._packed = packed_weights(self._programs)
                     nvrtc_version()  # loads the library, which takes its time
+                    log_start("programs, compiler's library")
                 finally:
                     self.device: Device = stack.enter_context(opening.result())
             self.device.make_current()
+            log_start("driver and context, as far as not beside what came before")
             self.device_name = f"cuda:{index} ({self.device.info.name})"
             self.memory, self.max_model_len = plan_engine(
                 config,
@@ -76,6 +78,7 @@ class CudaBackend:
                 act=self._act,
                 device=self.device.info,
             )
+            log_start("memory plan")
             self.limits = engine_limits(config, self.max_model_len, self.memory.num_blocks)
             self.stream = stack.enter_context(Stream())
             self.pool: DevicePool = stack.enter_context(
@@ -93,10 +96,14 @@ class CudaBackend:
             with ThreadPoolExecutor(1, "start-up") as beside:
                 reserving = beside.submit(self._reserve)
                 self._loader = stack.enter_context(KernelLoader(self.device))
-                self._loader.request(
-                    step_kernels(self._programs, self.limits, self._act, self.device.info)
-                )
+                kernels_of = self._programs, self.limits, self._act, self.device.info
+                self._loader.request(first_kernels(*kernels_of))
+                if config.wait_for_kernels:
+                    self._loader.request(step_kernels(*kernels_of))
+                self._plans = arena_plans(*kernels_of)
+                log_start("kernels of the first steps, as far as the cache has them")
             reserving.result()
+            log_start("memory pool, as far as not beside the kernels")
             space = swap_space(config, self.memory.block_bytes)
             self.swapper: CudaSwapper | None = None
             if space is not None:
@@ -105,6 +112,8 @@ class CudaBackend:
             stack.callback(self._awake.close)  # after an error; otherwise it is closed before
             if config.wait_for_kernels:
                 self._loader.load_requested()
+            else:
+                self._loader.request_later(step_kernels(*kernels_of))
             if self.swapper is not None and config.pin_swap_space:
                 self.swapper.reserve_all()
             self._resources = stack.pop_all()
@@ -155,6 +164,7 @@ class CudaBackend:
             stack.callback(self.pool.free, self._base, self.stream)
             with phase("weights"):
                 fill(self._base)
+            log_start("weights")
             weights, _ = place_weights(self._packed, self._act, self._base)
             executor = CudaExecutor(
                 self._programs,
@@ -165,6 +175,7 @@ class CudaBackend:
                 pool=self.pool,
                 loader=self._loader,
                 stream=self.stream,
+                plans=self._plans,
             )
             stack.callback(executor.close)
             # Reserved now, so that the pool does not grow when a step first needs temporaries.
@@ -175,6 +186,7 @@ class CudaBackend:
                 stack.callback(self.swapper.detach)
             self.executor = executor
             self._awake = stack.pop_all()
+            log_start("states, staging memory")
 
     def _give_back(self) -> None:
         """Returns to the driver what has been freed."""
@@ -208,11 +220,12 @@ class CudaBackend:
         """The weights of the model's files, or random ones, to their places from `base` on."""
         source = self._model.open_source()
         try:
-            program = step_program(self._model.config, "check", block_size=self._config.block_size)
-            check_weights(source, program, self._model.where)
             if isinstance(source, DummySource):
                 self._make_weights(source, base)
             else:
+                size = self._config.block_size
+                program = step_program(self._model.config, "check", block_size=size)
+                check_weights(source, program, self._model.where)
                 self._upload_weights(source, base)
         finally:
             source.close()

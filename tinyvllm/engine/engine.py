@@ -26,7 +26,7 @@ from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.outputs import RequestOutput
 from tinyvllm.sampling_params import SamplingParams
-from tinyvllm.util import InputError, logger
+from tinyvllm.util import InputError, log_start, logger
 
 
 class LLMEngine:
@@ -37,10 +37,12 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, backend: Backend | None = None) -> None:
+        log_start("imports")
         self.config = config
         order_of(config.scheduling_policy)  # errors in the options come before the work
         self.model = resolve_model(config.model, config.load_format, config.revision)
         self.tokenizer = self.model.tokenizer()
+        log_start("model's configuration and tokenizer")
         self.backend = backend or open_backend(config, self.model)
         self.scheduler = Scheduler(
             config,
@@ -67,6 +69,7 @@ class LLMEngine:
         if launch_ahead is None:
             launch_ahead = self.backend.asynchronous
         self._max_running = 2 if launch_ahead else 1
+        log_start("scheduler")
 
     def make_requests(
         self, request_id: str, prompt: Any, params: SamplingParams, priority: int = 0

@@ -12,39 +12,53 @@ from tinyvllm.ops.program import Op, Program
 from tinyvllm.util import DType
 
 GRID = 1.1  # from a number of tokens to the next that is looked at
-FIRST_PROMPTS = (8, 64, 512)  # tokens
+FIRST_PROMPT = 8  # tokens
 Sizes = Mapping[str, int]
+
+
+def first_kernels(
+    programs: Iterable[Program], limits: Sizes, act: DType, info: DeviceInfo
+) -> Iterator[KernelSpec]:
+    """Each specialisation once that the steps of a plain request with a short prompt need.
+
+    Launches are pure functions of sizes, so no device is needed.
+    """
+    plain = [p for p in programs if p.name.endswith(".plain")]
+    prompt = _with_prompt(limits, min(FIRST_PROMPT, limits["T"]), 0)
+    return _kernels(plain, [_decoding(limits, 1, MIN_CONTEXT_CLASS)], [prompt], act, info)
 
 
 def step_kernels(
     programs: Iterable[Program], limits: Sizes, act: DType, info: DeviceInfo
 ) -> Iterator[KernelSpec]:
-    """Each specialisation once, those of a first, plain request's steps before all others.
+    """Each specialisation once that any step needs.
 
-    Launches are pure functions of sizes, so no device is needed. Of steps with prompts some sizes
-    are looked at; what they miss is compiled when a step needs it.
+    Of steps with prompts some sizes are looked at; what they miss is compiled when a step needs
+    it.
     """
-    programs = list(programs)
-    plain = [p for p in programs if p.name.endswith(".plain")]
-    shortest, *longer = [_with_prompt(limits, min(n, limits["T"]), 0) for n in FIRST_PROMPTS]
-    rounds = [
-        (plain, list(_decode_sizes(limits, most=1)), [shortest]),
-        (plain, [], longer),
-        (programs, list(_decode_sizes(limits, most=limits["R"])), list(_mixed_sizes(limits))),
-    ]
+    return _kernels(programs, list(_decode_sizes(limits)), list(_mixed_sizes(limits)), act, info)
+
+
+def _kernels(
+    programs: Iterable[Program],
+    decode: list[Sizes],
+    mixed: list[Sizes],
+    act: DType,
+    info: DeviceInfo,
+) -> Iterator[KernelSpec]:
     found: set[KernelSpec] = set()
-    for some, decode, mixed in rounds:
-        seen = set()
-        for program in some:
-            sizes = decode if program.name.startswith("decode") else mixed
-            for op in program.ops:
-                key = id(sizes), likeness(program, op)
-                if key not in seen:
-                    seen.add(key)
-                    for spec in _op_kernels(program, op, sizes, act, info):
-                        if spec not in found:
-                            found.add(spec)
-                            yield spec
+    seen = set()
+    for program in programs:
+        decodes = program.name.startswith("decode")
+        sizes = decode if decodes else mixed
+        for op in program.ops:
+            key = decodes, likeness(program, op)
+            if key not in seen:
+                seen.add(key)
+                for spec in _op_kernels(program, op, sizes, act, info):
+                    if spec not in found:
+                        found.add(spec)
+                        yield spec
 
 
 def _op_kernels(
@@ -79,12 +93,16 @@ def _place(program: Program, name: str, act: DType) -> Place | DeviceArray:
     return Place(0, b.shape, b.dtype or act)
 
 
-def _decode_sizes(limits: Sizes, most: int) -> Iterator[Sizes]:
-    """Of steps in which up to so many rows decode, with short contexts and with long ones."""
-    for n in dict.fromkeys(row_bucket(n, limits["R"]) for n in range(1, most + 1)):
+def _decode_sizes(limits: Sizes) -> Iterator[Sizes]:
+    """Of steps in which rows decode, with short contexts and with long ones."""
+    for n in dict.fromkeys(row_bucket(n, limits["R"]) for n in range(1, limits["R"] + 1)):
         for context in {MIN_CONTEXT_CLASS, limits["C"]}:
-            rows = {"T": n, "R": n, "R1": n + 1, "S": n, "D": n, "Q": 0}
-            yield {**limits, **rows, "C": context}
+            yield _decoding(limits, n, context)
+
+
+def _decoding(limits: Sizes, n: int, context: int) -> Sizes:
+    rows = {"T": n, "R": n, "R1": n + 1, "S": n, "D": n, "Q": 0}
+    return {**limits, **rows, "C": context}
 
 
 def _mixed_sizes(limits: Sizes) -> Iterator[Sizes]:

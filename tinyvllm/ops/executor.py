@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,7 +13,7 @@ from tinyvllm.driver.recorder import Span
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.plan import Lifetime, Plan, plan_buffers
-from tinyvllm.ops.op import Operands
+from tinyvllm.ops.op import OpDef, Operands
 from tinyvllm.ops.program import (
     EXTERNAL,
     INPUT,
@@ -141,7 +141,10 @@ def lifetimes(
             result.append(Lifetime(b.name, size, first[b.name], end, role_of(b.name)))
     if device is not None:
         for i, op in enumerate(program.ops):
-            if size := op_def(op.kind).scratch(described(program, op, dims, act), device):
+            op_type = op_def(op.kind)
+            if type(op_type).scratch is OpDef.scratch:
+                continue  # none
+            if size := op_type.scratch(described(program, op, dims, act), device):
                 result.append(Lifetime(scratch_name(i), size, i, i, f"scratch.{op.kind}"))
     return result
 
@@ -167,6 +170,13 @@ def plan_program(
 ) -> Plan:
     """Arena plan of a program for sizes up to `dims`; without a device no op needs scratch."""
     return plan_buffers(lifetimes(program, dims, act, device))
+
+
+def arena_plans(
+    programs: Iterable[Program], dims: Dims, act: DType, device: DeviceInfo
+) -> dict[str, Plan]:
+    """By name, the plans of the programs that share an executor's arena: those of steps."""
+    return {p.name: plan_program(p, dims, act, device) for p in programs if not follows(p)}
 
 
 def bind(

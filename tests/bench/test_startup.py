@@ -1,0 +1,41 @@
+"""The parts of a start are told apart by the log of the process."""
+
+import sys
+
+import pytest
+
+from tinyvllm.bench.startup import FIRST_STEP, bench_startup, start_parts
+from tinyvllm.config import EngineConfig
+
+CHILD = """
+import sys, time
+for part in ("imports", "weights", "weights"):
+    time.sleep(0.05)
+    print("start: " + part, "not a part", sep="\\n", file=sys.stderr, flush=True)
+time.sleep(0.1)
+print("token", flush=True)
+print("start: after the token", file=sys.stderr, flush=True)
+"""
+
+
+def test_parts_last_until_their_ends_are_logged():
+    parts = start_parts([sys.executable, "-c", CHILD], {})
+    assert list(parts) == ["imports", "weights", FIRST_STEP]
+    least = {"imports": 0.05, "weights": 0.1, FIRST_STEP: 0.09}
+    assert all(parts[name] >= seconds for name, seconds in least.items())
+
+
+def test_a_process_that_prints_nothing_is_an_error_with_its_log():
+    command = [sys.executable, "-c", "import sys; sys.exit('start: no model')"]
+    with pytest.raises(RuntimeError, match="no model"):
+        start_parts(command, {})
+
+
+def test_a_table_of_the_parts_follows_the_runs(golden, capsys):
+    bench_startup(EngineConfig(model=str(golden / "llama_bias"), device="cpu"), runs=1)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("empty kernel cache: first token after ")
+    assert out[1].startswith("warm kernel cache: first token after ")
+    assert out[2].split() == ["ms", "by", "part", "empty", "warm"]
+    assert out[-1].startswith("first token ") and float(out[-1].split()[-1]) > 100
+    assert any(line.startswith("imports ") for line in out)
