@@ -132,10 +132,9 @@ def test_the_command_line_loads_no_server():
     assert not loaded & {"fastapi", "uvicorn", "pydantic", "prometheus_client", "cuda.bindings"}
 
 
-def test_a_command_loads_no_other(tmp_path):
+def test_a_command_loads_no_other():
     loaded = loaded_after(
-        "from tinyvllm.cli.main import main\n"
-        f"main(['top', '--once', '--interval', '0', '--url', 'http://{tmp_path}'])"
+        "from tinyvllm.cli.main import main\ntry: main(['top', '--help'])\nexcept SystemExit: pass"
     )
     assert "tinyvllm.cli.top" in loaded
     assert not loaded & {f"tinyvllm.cli.{name}" for name in ("generate", "serve", "bench")}

@@ -69,8 +69,7 @@ def frozen_heap() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """The garbage collector rests in the block, where what is made stays: it would look at all of
-    it again and again."""
+    """The block, which makes much and keeps it, is not interrupted by garbage collections."""
     enabled = gc.isenabled()
     gc.disable()
     try:

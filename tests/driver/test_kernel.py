@@ -1,5 +1,6 @@
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -153,8 +154,55 @@ def test_what_is_requested_later_is_loaded_beside_the_caller_s_own(fake_loader, 
     assert names.count("cuModuleUnload") == 8
 
 
-def test_closing_ends_what_is_requested_later(fake_loader, monkeypatch):
+@pytest.fixture
+def later_loads(fake_driver, monkeypatch):
+    """What the thread of `request_later` does, before it loads a kernel."""
     monkeypatch.setattr(kernel, "LATER", 0)
+    first = []
+
+    def load(image):
+        if threading.current_thread().name == "later-kernels":
+            for action in first:
+                action()
+        return fake_driver.handle()
+
+    monkeypatch.setattr(fake_driver, "cuModuleLoadData", load, raising=False)
+    return first
+
+
+def test_a_kernel_that_the_thread_is_just_loading_is_waited_for(fake_loader, later_loads):
+    loader, made, names = fake_loader
+    loader.load_all([KERNEL(32)])
+    entered = threading.Event()
+    later_loads += [entered.set, lambda: time.sleep(0.05)]
+    with KernelLoader(loader.device, loader._cache) as second:
+        second.request_later([KERNEL(32)])
+        assert entered.wait(5) and KERNEL(32) not in second._loaded
+        second.load_all([KERNEL(32)])
+        assert KERNEL(32) in second._loaded
+    assert names.count("cuModuleLoadData") == 2 and len(made) == 1, "once by each loader"
+
+
+def test_an_error_of_the_thread_is_logged_and_steps_load_what_they_need(
+    fake_loader, later_loads, caplog
+):
+    loader, _, _ = fake_loader
+    specs = [KERNEL(n) for n in range(32, 35)]
+    loader.load_all(specs)
+
+    def fail():
+        raise CudaError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory", ())
+
+    later_loads.append(fail)
+    with KernelLoader(loader.device, loader._cache) as second:
+        second.request_later(specs)
+        second._later.join()
+        assert "only when a step needs them" in caplog.text and "OUT_OF_MEMORY" in caplog.text
+        second.load_all(specs)
+        assert set(second._loaded) == set(specs)
+
+
+def test_what_is_requested_later_ends_with_the_loader(fake_loader, monkeypatch):
     loader, _, _ = fake_loader
     taken = threading.Semaphore(0)
 
@@ -163,13 +211,23 @@ def test_closing_ends_what_is_requested_later(fake_loader, monkeypatch):
             taken.release()
             yield KERNEL(32 * n)
 
-    with KernelLoader(loader.device, loader._cache) as second:
-        second.request_later(endless())
-        assert taken.acquire(timeout=5) and taken.acquire(timeout=5)
-    assert not second._later.is_alive()
-    with KernelLoader(loader.device, loader._cache) as third:
-        monkeypatch.setattr(kernel, "LATER", 60)
-        third.request_later(endless())
+    def opened(later, busy, pause):
+        for name, seconds in (("LATER", later), ("BUSY", busy), ("PAUSE", pause)):
+            monkeypatch.setattr(kernel, name, seconds)
+        return KernelLoader(loader.device, loader._cache)
+
+    with opened(0, 0.0005, 0.002) as working:
+        working.request_later(endless())
+        assert all(taken.acquire(timeout=5) for _ in range(3))
+    assert not working._later.is_alive()
+    while taken.acquire(blocking=False):
+        pass
+    with opened(0, 0, 60) as resting:
+        resting.request_later(endless())
+        assert taken.acquire(timeout=5) and not taken.acquire(timeout=0.05)
+    with opened(60, 0, 0) as waiting:
+        waiting.request_later(endless())
+    assert not taken.acquire(blocking=False)
 
 
 @pytest.fixture

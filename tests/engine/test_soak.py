@@ -34,6 +34,7 @@ OPTIONS = {
     "max_model_len": 400,
     "block_size": 8,
     "scheduling_policy": "priority",
+    "wait_for_kernels": True,  # later ones would take memory while that must not grow
 }
 NUM_BLOCKS = 60  # of the 12 * 50 that long rows would take
 

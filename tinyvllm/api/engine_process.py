@@ -15,8 +15,13 @@ from tinyvllm.util import Closing, logger
 
 _END_S = 5.0  # for an engine that was asked to end
 _SOCKET_BYTES = 1 << 20
-# The path's first entry is the working directory, where a file might hide a module.
-_PROGRAM = "import sys; del sys.path[0]; from tinyvllm.api.engine_loop import main; main({}, {})"
+# The path's first entry is the working directory, where a file might hide a module. The driver
+# starts beside the imports of the engine.
+_PROGRAM = """
+import sys; del sys.path[0]
+from tinyvllm.driver.device import open_ahead; open_ahead({index!r}, {kernel_path!r})
+from tinyvllm.api.engine_loop import main; main({socket}, {lifeline})
+"""
 
 
 class EngineDeadError(RuntimeError):
@@ -38,7 +43,7 @@ class EngineProcess(Closing):
             for end in (self.socket, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(theirs.fileno(), lifeline)],
+                [sys.executable, "-c", program(config, theirs.fileno(), lifeline)],
                 pass_fds=(theirs.fileno(), lifeline),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__ or subprocess.DEVNULL,  # the caller's is for its results
@@ -61,6 +66,16 @@ class EngineProcess(Closing):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
         self._end()
+
+
+def program(config: EngineConfig, socket_fd: int, lifeline_fd: int) -> str:
+    """What the engine's interpreter runs."""
+    return _PROGRAM.format(
+        index=config.gpu_index,
+        kernel_path=config.kernel_path,
+        socket=socket_fd,
+        lifeline=lifeline_fd,
+    )
 
 
 def _end(process: subprocess.Popen[bytes], sock: socket.socket, lifeline: int) -> None:

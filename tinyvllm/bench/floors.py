@@ -41,7 +41,7 @@ class Rates:
 
 def device_rates(config: EngineConfig) -> tuple[str, Rates]:
     """Name and rates of the GPU that the configuration asks for."""
-    with Device(int(config.device.partition(":")[2] or 0)) as device:
+    with Device(config.gpu_index or 0) as device:
         flops = MATMUL_FLOPS.get(device.info.name, math.inf)
         return device.info.name, Rates(copy_bandwidth(device), flops)
 

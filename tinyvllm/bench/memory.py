@@ -64,7 +64,7 @@ def bench_memory(
     """
     if reason := cuda_unavailable():
         raise InputError(f"bench memory needs a GPU: {reason}")
-    index = int(config.device.partition(":")[2] or 0)
+    index = config.gpu_index or 0
     with Device(index) as device, Stream() as stream:
         name = device.info.name
         allocation = allocation_times(device, stream)

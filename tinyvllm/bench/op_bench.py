@@ -24,7 +24,7 @@ def opened_device(config: EngineConfig, bench: str) -> Iterator[tuple[Device, DT
     """The GPU that is asked for, and the type of activations; InputError if there is none."""
     if reason := cuda_unavailable():
         raise InputError(f"{bench} needs a GPU: {reason}")
-    index = int(config.device.partition(":")[2] or 0)
+    index = config.gpu_index or 0
     dtype = DType.BF16 if config.dtype == "auto" else DType(config.dtype)
     with Device(index, config.kernel_path) as device:
         yield device, dtype

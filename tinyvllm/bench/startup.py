@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.util import START_PREFIX
 
 FIRST_STEP = "first step, with the kernels that it waits for"
@@ -24,6 +24,7 @@ def bench_startup(config: EngineConfig, runs: int) -> None:
 
     Python's byte code is at hand in all of them, as `pip install` leaves it.
     """
+    check_int("runs", runs, 1, None)
     command = [
         sys.executable,
         "-m",

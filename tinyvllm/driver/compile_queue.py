@@ -17,7 +17,7 @@ class CompileQueue(Closing):
     """Compiles what was `put` into it, in that order, on all cores.
 
     Threads of its own compile, and touch no device. An error is logged when it happens and raised
-    where the kernel is asked for. To be used from one thread.
+    where the kernel is asked for. To be used by one thread at a time.
     """
 
     def __init__(self, arch: str, kernel_cache: KernelCache, jobs: int | None = None) -> None:

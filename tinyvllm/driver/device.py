@@ -153,8 +153,8 @@ _ahead: dict[tuple[int, str], Future[Device]] = {}  # opened, or being opened, b
 def open_ahead(index: int | None, kernel_path: str) -> None:
     """Begins to open a device in a thread, for `open_device`: it takes a quarter of a second.
 
-    For programs, beside their imports. None is no GPU. Where CUDA cannot be used nothing happens:
-    whoever opens the device is told.
+    For programs, beside their imports: what nobody opens later stays open until the process ends.
+    None is no GPU. No error is raised here, but where the device is opened.
     """
     if index is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +18,14 @@ from tinyvllm.driver.decode import forget_kernel, name_kernel
 from tinyvllm.driver.device import Device, Stream
 from tinyvllm.driver.spec import PARAM_FORMATS, Kernel, KernelSpec, Launch, TensorMap
 from tinyvllm.driver.tensor_map import encode
-from tinyvllm.util import Closing, InputError
+from tinyvllm.util import Closing, InputError, logger
 
 DEFAULT_SMEM = 48 * 1024  # dynamic bytes beyond this need the function's permission
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_CLUSTER = 8  # blocks; some GPUs could do more, if asked to
-# Seconds after which `request_later` begins, and between two kernels: loaded one after the other
-# without a pause they make the launches of other threads wait.
-LATER, PAUSE = 0.3, 0.002
+# Seconds after which `request_later` begins, how long its thread works, and how long it rests
+# before it goes on: without rests the steps of other threads wait for Python's lock.
+LATER, BUSY, PAUSE = 0.3, 0.0005, 0.002
 
 
 @dataclass
@@ -41,7 +42,8 @@ class LoadedKernel:
 
 
 class KernelLoader(Closing):
-    """Compiles and loads the kernels of one device. To be used from one thread."""
+    """Compiles and loads the kernels of one device. To be used from one thread at a time, beside
+    that of `request_later`."""
 
     def __init__(self, device: Device, kernel_cache: KernelCache | None = None) -> None:
         self.device = device
@@ -49,7 +51,7 @@ class KernelLoader(Closing):
         self._cache = kernel_cache or KernelCache()
         self._queue = CompileQueue(self.arch, self._cache)
         self._loaded: dict[KernelSpec, LoadedKernel] = {}
-        self._lock = threading.RLock()  # for what the thread below changes, too
+        self._lock = threading.RLock()  # around changes of the queue and of what is loaded
         self._later: threading.Thread | None = None
         self._closing = threading.Event()
         self.pdl = device.info.compute_capability >= (9, 0)
@@ -73,21 +75,29 @@ class KernelLoader(Closing):
     def request_later(self, specs: Iterable[KernelSpec]) -> None:
         """Has a thread request these in a moment, when the first steps are on their way.
 
-        `specs` is taken from in that thread. May be called once.
+        `specs` is taken from in that thread. May be called once. An error is logged, and raised
+        again where a step needs the kernel.
         """
+        self._later = threading.Thread(target=self._load_later, args=(specs,), name="later-kernels")
+        self._later.start()
 
+    def _load_later(self, specs: Iterable[KernelSpec]) -> None:
         def unhurried() -> Iterator[KernelSpec]:
-            if not self._closing.wait(LATER):
-                self.device.make_current()
-                for spec in specs:
-                    yield spec
+            begin = time.perf_counter()
+            for spec in specs:
+                yield spec
+                if time.perf_counter() - begin > BUSY:
                     if self._closing.wait(PAUSE):
                         return
+                    begin = time.perf_counter()
 
-        self._later = threading.Thread(
-            target=lambda: self.request(unhurried()), name="later-kernels"
-        )
-        self._later.start()
+        if self._closing.wait(LATER):
+            return
+        try:
+            self.device.make_current()
+            self.request(unhurried())
+        except RuntimeError as error:  # of CUDA; or the process ends, and no thread takes more work
+            logger.warning("kernels are now loaded only when a step needs them: %s", error)
 
     def load_all(self, specs: Iterable[KernelSpec]) -> None:
         """Loads every spec that is not loaded yet, once it is compiled: before all others.

@@ -19,9 +19,9 @@ Sizes = Mapping[str, int]
 def first_kernels(
     programs: Iterable[Program], limits: Sizes, act: DType, info: DeviceInfo
 ) -> Iterator[KernelSpec]:
-    """Each specialisation once that the steps of a plain request with a short prompt need.
+    """The specialisations that the steps of a plain request with a short prompt need.
 
-    Launches are pure functions of sizes, so no device is needed.
+    Some come several times. Launches are pure functions of sizes, so no device is needed.
     """
     plain = [p for p in programs if p.name.endswith(".plain")]
     prompt = _with_prompt(limits, min(FIRST_PROMPT, limits["T"]), 0)
@@ -31,10 +31,10 @@ def first_kernels(
 def step_kernels(
     programs: Iterable[Program], limits: Sizes, act: DType, info: DeviceInfo
 ) -> Iterator[KernelSpec]:
-    """Each specialisation once that any step needs.
+    """The specialisations that any step needs, many of them several times.
 
-    Of steps with prompts some sizes are looked at; what they miss is compiled when a step needs
-    it.
+    The next one takes no more than a millisecond, after which a thread may rest. Of steps with
+    prompts some sizes are looked at; what they miss is compiled when a step needs it.
     """
     return _kernels(programs, list(_decode_sizes(limits)), list(_mixed_sizes(limits)), act, info)
 
@@ -46,7 +46,6 @@ def _kernels(
     act: DType,
     info: DeviceInfo,
 ) -> Iterator[KernelSpec]:
-    found: set[KernelSpec] = set()
     seen = set()
     for program in programs:
         decodes = program.name.startswith("decode")
@@ -55,10 +54,7 @@ def _kernels(
             key = decodes, likeness(program, op)
             if key not in seen:
                 seen.add(key)
-                for spec in _op_kernels(program, op, sizes, act, info):
-                    if spec not in found:
-                        found.add(spec)
-                        yield spec
+                yield from _op_kernels(program, op, sizes, act, info)
 
 
 def _op_kernels(

@@ -13,7 +13,7 @@ from tinyvllm.driver.recorder import Span
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.memory.plan import Lifetime, Plan, plan_buffers
-from tinyvllm.ops.op import OpDef, Operands
+from tinyvllm.ops.op import Operands
 from tinyvllm.ops.program import (
     EXTERNAL,
     INPUT,
@@ -141,10 +141,7 @@ def lifetimes(
             result.append(Lifetime(b.name, size, first[b.name], end, role_of(b.name)))
     if device is not None:
         for i, op in enumerate(program.ops):
-            op_type = op_def(op.kind)
-            if type(op_type).scratch is OpDef.scratch:
-                continue  # none
-            if size := op_type.scratch(described(program, op, dims, act), device):
+            if size := op_def(op.kind).scratch(described(program, op, dims, act), device):
                 result.append(Lifetime(scratch_name(i), size, i, i, f"scratch.{op.kind}"))
     return result
 

@@ -28,7 +28,7 @@ def lower(program: Program, phase: str) -> Program:
     ops = program.ops
     lowered = replace(program, buffers=dict(program.buffers), weights=dict(program.weights))
     for rule in RULES[phase]:
-        readers = Counter([name for op in ops for name in lowered.reads(op)])
+        readers = Counter(name for op in ops for name in lowered.accesses(op)[0])
         readers.update(b.name for b in lowered.of_kind(OUTPUT))
         result, i = [], 0
         while i < len(ops):

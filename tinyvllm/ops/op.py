@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -77,14 +76,10 @@ class OpDef:
         """
         return 0
 
-    @cached_property
-    def _contracts(self) -> list[tuple[str, Shape]]:
-        return list({**self.reads, **self.writes}.items())
-
     def bind(self, program: Program, names: Mapping[str, str]) -> dict[str, Any]:
         """Sizes of the contract's symbols from the given operands; ValueError where they differ."""
-        sizes: dict[Any, Any] = {}
-        for operand, contract in self._contracts:
+        sizes: dict[str, Any] = {}
+        for operand, contract in {**self.reads, **self.writes}.items():
             if operand not in names:
                 if operand in self.optional or operand in self.writes:
                     continue

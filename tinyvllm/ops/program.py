@@ -142,17 +142,10 @@ class Program:
         """(read, written) buffers of an op, views resolved to their parents."""
         from tinyvllm.ops.registry import op_def
 
-        operands = op.operands
-        writes = [self.root(operands[w]) for w in op_def(op.kind).writes if w in operands]
-        return self.reads(op), writes
-
-    def reads(self, op: Op) -> list[str]:
-        """The buffers that an op reads, views resolved to their parents."""
-        from tinyvllm.ops.registry import op_def
-
-        buffers, operands = self.buffers, op.operands
-        names = [operands[r] for r in op_def(op.kind).reads if r in operands]
-        return [buffers[n].parent or n for n in names if n in buffers]
+        op_type = op_def(op.kind)
+        reads = [op.operands[r] for r in op_type.reads if r in op.operands]
+        writes = [self.root(op.operands[w]) for w in op_type.writes if w in op.operands]
+        return [self.root(r) for r in reads if r in self.buffers], writes
 
     def of_kind(self, *kinds: str) -> Iterator[Buffer]:
         """The buffers of these kinds, in order of declaration, without column views."""
@@ -180,7 +173,7 @@ class Program:
 
 def concrete(shape: Shape, dims: Mapping[str, int]) -> tuple[int, ...]:
     """The shape with run-time sizes filled in."""
-    return tuple([dims[s] if isinstance(s, str) else s for s in shape])
+    return tuple(dims[s] if isinstance(s, str) else s for s in shape)
 
 
 def role_of(name: str) -> str:
