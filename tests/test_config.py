@@ -49,3 +49,8 @@ def test_a_budget_below_one_token_a_sequence_is_refused(seqs, limit):
 
 def test_the_limit_itself_is_allowed():
     assert EngineConfig(preemption_threshold=1).preemption_threshold == 1
+
+
+def test_the_gpu_that_is_asked_for():
+    numbers = {"auto": 0, "cuda": 0, "cuda:3": 3, "cpu": None}
+    assert {name: EngineConfig(device=name).gpu_index for name in numbers} == numbers

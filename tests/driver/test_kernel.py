@@ -155,36 +155,65 @@ def test_what_is_requested_later_is_loaded_beside_the_caller_s_own(fake_loader, 
 
 
 @pytest.fixture
-def later_loads(fake_driver, monkeypatch):
-    """What the thread of `request_later` does, before it loads a kernel."""
+def before_load(fake_driver, monkeypatch):
+    """What a thread does just before it loads a kernel, by the thread's name."""
     monkeypatch.setattr(kernel, "LATER", 0)
-    first = []
+    actions = {}
 
     def load(image):
-        if threading.current_thread().name == "later-kernels":
-            for action in first:
-                action()
+        actions.get(threading.current_thread().name, lambda: None)()
         return fake_driver.handle()
 
     monkeypatch.setattr(fake_driver, "cuModuleLoadData", load, raising=False)
-    return first
+    return actions
 
 
-def test_a_kernel_that_the_thread_is_just_loading_is_waited_for(fake_loader, later_loads):
-    loader, made, names = fake_loader
+@pytest.mark.parametrize("looking", [True, False])
+def test_a_kernel_that_both_threads_want_is_loaded_once(fake_loader, before_load, looking):
+    """The other thread is just `looking` into the cache, or loading, when a step needs it."""
+    loader, _, names = fake_loader
     loader.load_all([KERNEL(32)])
-    entered = threading.Event()
-    later_loads += [entered.set, lambda: time.sleep(0.05)]
-    with KernelLoader(loader.device, loader._cache) as second:
+    entered, needed = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        assert needed.wait(5)
+
+    class SlowCache(KernelCache):
+        def get(self, key):
+            found = super().get(key)
+            if looking and threading.current_thread().name == "later-kernels":
+                wait()
+            return found
+
+    before_load["later-kernels"] = lambda: looking or wait()
+    with KernelLoader(loader.device, SlowCache(loader._cache.directory)) as second:
         second.request_later([KERNEL(32)])
         assert entered.wait(5) and KERNEL(32) not in second._loaded
+        if not looking:
+            threading.Timer(0.05, needed.set).start()
         second.load_all([KERNEL(32)])
         assert KERNEL(32) in second._loaded
-    assert names.count("cuModuleLoadData") == 2 and len(made) == 1, "once by each loader"
+        needed.set()
+        second._later.join()
+    assert names.count("cuModuleLoadData") == 2, "once by each loader"
+
+
+def test_a_kernel_that_a_step_is_just_loading_is_not_loaded_again(fake_loader, before_load):
+    loader, made, names = fake_loader
+
+    def meanwhile():
+        loader.request_later([KERNEL(32)])
+        time.sleep(0.05)
+
+    before_load[threading.current_thread().name] = meanwhile
+    loader.load_all([KERNEL(32)])
+    loader._later.join()
+    assert len(made) == names.count("cuModuleLoadData") == 1
 
 
 def test_an_error_of_the_thread_is_logged_and_steps_load_what_they_need(
-    fake_loader, later_loads, caplog
+    fake_loader, before_load, caplog
 ):
     loader, _, _ = fake_loader
     specs = [KERNEL(n) for n in range(32, 35)]
@@ -193,7 +222,7 @@ def test_an_error_of_the_thread_is_logged_and_steps_load_what_they_need(
     def fail():
         raise CudaError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory", ())
 
-    later_loads.append(fail)
+    before_load["later-kernels"] = fail
     with KernelLoader(loader.device, loader._cache) as second:
         second.request_later(specs)
         second._later.join()
