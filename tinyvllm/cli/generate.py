@@ -33,7 +33,7 @@ def run_generate(args: argparse.Namespace, trace: Trace | None = None) -> int:
     start = time.perf_counter()
     params = from_args(SamplingParams, args)
     config = from_args(EngineConfig, args, leave_out="seed")
-    if trace is None:  # which shows all calls
+    if trace is None:  # a trace shows all calls, from the first on
         open_ahead(config.gpu_index, config.kernel_path)
     from tinyvllm.api.llm import LLM
     from tinyvllm.model.hub import default_model
