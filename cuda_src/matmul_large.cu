@@ -13,28 +13,42 @@
 // together share both operands: see tile_of_block.
 #include "row_store.cuh"
 
-// Copies of ROWS x DEPTH of a matrix into a buffer by all threads, part by part.
+// Copies of ROWS x DEPTH of a matrix into a buffer by all threads: each has a chunk of every
+// kRows-th row. Addresses are worked out once a tile, and between rows they differ by 32 bits
+// that all threads share (less than 4 GiB a tile), as instructions between products cost time.
 template <typename T, int ROWS, int DEPTH, int THREADS> struct Copies {
   static constexpr int kRowChunks = DEPTH / kChunk;
   static constexpr int kRows = THREADS / kRowChunks;  // at a time
+  static constexpr int kCopies = ROWS / kRows;  // of a thread
   static_assert(ROWS % kRows == 0);
 
-  // Rows and columns beyond the matrix become zeros and are not read.
-  static __device__ __forceinline__ void start(int part, int parts, u32 buffer, const T* matrix,
-                                               int row0, int num_rows, i64 stride, int k0, int K) {
-    const int chunk = threadIdx.x % kRowChunks;
-    const int row = threadIdx.x / kRowChunks;
-    const int k = k0 + chunk * kChunk;
-    const T* const from = matrix + k;
-    const u32 to = buffer + 16 * swizzled_chunk<kRowChunks>(row, chunk);
-#pragma unroll
-    for (int i = 0; i < ROWS / kRows; i++) {
-      const int r = row0 + row + i * kRows;
-      if (i % parts == part) {
-        cp_async_16(to + i * (kRows * DEPTH * sizeof(T)), from + r * stride, k < K && r < num_rows);
-      }
-    }
+  const T* matrix;
+  int num_rows, stride;
+  const u8* from;  // of this thread's first copy
+  int valid;  // copies: chunks beyond the matrix become zeros and are not read
+
+  __device__ __forceinline__ void begin_tile(int row0, int num_cols) {
+    const int row = row0 + threadIdx.x / kRowChunks;
+    from = reinterpret_cast<const u8*>(matrix + static_cast<i64>(row) * stride + column());
+    valid = column() < num_cols ? ceil_div(num_rows - row, kRows) : 0;
   }
+
+  // On to the next piece of K, of which num_cols are left.
+  __device__ __forceinline__ void advance(int num_cols) {
+    from += DEPTH * sizeof(T);
+    if (column() >= num_cols) valid = 0;
+  }
+
+  __device__ __forceinline__ void start(int i, u32 buffer) const {
+    const u32 step = stride * (kRows * sizeof(T));
+    const u32 to = buffer + 16 * swizzled_chunk<kRowChunks>(threadIdx.x / kRowChunks,
+                                                            threadIdx.x % kRowChunks);
+    cp_async_16(to + i * (kRows * DEPTH * sizeof(T)), from + i * step, i < valid);
+  }
+
+ private:
+  // Of this thread, within the piece.
+  __device__ __forceinline__ static int column() { return threadIdx.x % kRowChunks * kChunk; }
 };
 
 template <typename T, typename Out, int BM, int BN, int WARPS_M, int WARPS_N, int DEPTH, int STAGES,
@@ -55,6 +69,7 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, WARPS_M* WARPS_N 
   constexpr u32 kStageBytes = (BM + BN) * kRowBytes;
   using CopiesOfX = Copies<T, BM, DEPTH, kThreads>;
   using CopiesOfWeight = Copies<T, BN, DEPTH, kThreads>;
+  constexpr int kCopies = CopiesOfX::kCopies + CopiesOfWeight::kCopies;
   using Pieces = RowPieces<Out, kWarpN, SILU, false>;
   using Store = RowStore<T, Out, kWarpN, SILU, Pieces>;
   static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kSteps % 2 == 0);
@@ -71,46 +86,50 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, WARPS_M* WARPS_N 
   const int num_tiles = tiles_m * tiles_n;
 
   // What is copied next.
-  int copy_tile = blockIdx.x;
-  int2 copy_at = tile_of_block(copy_tile, tiles_m, tiles_n);
-  int copy_k = 0;
-  u32 write = stages;
+  int copy_tile, copy_k;
+  u32 write;
+  CopiesOfX copies_of_x = {x, M, x_stride};
+  CopiesOfWeight copies_of_weight = {weight, N, K};
+  const auto begin_tile = [&] {
+    const int2 at = tile_of_block(min(copy_tile, num_tiles - 1), tiles_m, tiles_n);
+    const int num_cols = copy_tile < num_tiles ? K : 0;  // after the last tile only zeros
+    copy_k = 0;
+    copies_of_x.begin_tile(at.x * BM, num_cols);
+    copies_of_weight.begin_tile(at.y * BN, num_cols);
+  };
+  const auto begin_copies = [&] {
+    copy_tile = blockIdx.x;
+    write = stages;
+    begin_tile();
+  };
   const auto advance_copies = [&] {
     write += kStageBytes;
     if (write == end) write = stages;
     copy_k += DEPTH;
+    copies_of_x.advance(K - copy_k);
+    copies_of_weight.advance(K - copy_k);
     if (copy_k >= K) {
-      copy_k = 0;
       copy_tile += gridDim.x;
-      if (copy_tile < num_tiles) copy_at = tile_of_block(copy_tile, tiles_m, tiles_n);
+      begin_tile();
     }
   };
-  const auto copy_x = [&](int part, int parts) {
-    if (copy_tile < num_tiles) {
-      CopiesOfX::start(part, parts, write, x, copy_at.x * BM, M, x_stride, copy_k, K);
-    }
-  };
-  const auto copy_weight = [&](int part, int parts) {
-    if (copy_tile < num_tiles) {
-      CopiesOfWeight::start(part, parts, write + kWeightOffset, weight, copy_at.y * BN, N, K,
-                            copy_k, K);
-    }
-  };
+  const auto copy_x = [&](int i) { copies_of_x.start(i, write); };
+  const auto copy_weight = [&](int i) { copies_of_weight.start(i, write + kWeightOffset); };
 
   // The first weights are on their way before the kernel that makes x has ended.
-#pragma unroll
+  begin_copies();
+#pragma unroll 1
   for (int t = 0; t < STAGES - 1; t++) {
-    copy_weight(0, 1);
+#pragma unroll
+    for (int i = 0; i < CopiesOfWeight::kCopies; i++) copy_weight(i);
     advance_copies();
   }
   wait_for_previous();
-  copy_tile = blockIdx.x;
-  copy_at = tile_of_block(copy_tile, tiles_m, tiles_n);
-  copy_k = 0;
-  write = stages;
-#pragma unroll
+  begin_copies();
+#pragma unroll 1
   for (int t = 0; t < STAGES - 1; t++) {
-    copy_x(0, 1);
+#pragma unroll
+    for (int i = 0; i < CopiesOfX::kCopies; i++) copy_x(i);
     cp_async_commit();  // the weights are part of the first group
     advance_copies();
   }
@@ -126,13 +145,15 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, WARPS_M* WARPS_N 
   u32 b[2][kTilesN][4];
   u32 read = stages;
   const auto load_fragments = [&](int buffer, int step) {
-#pragma unroll
-    for (int m = 0; m < kTilesM; m++) {
-      ldmatrix_x4(a[buffer][m], read + (a_offset ^ (step * 32)) + m * (16 * kRowBytes));
-    }
+    // In the order in which products want them.
+    ldmatrix_x4(a[buffer][0], read + (a_offset ^ (step * 32)));
 #pragma unroll
     for (int n = 0; n < kTilesN; n++) {
       ldmatrix_x4(b[buffer][n], read + (b_offset ^ (step * 32)) + n * (16 * kRowBytes));
+    }
+#pragma unroll
+    for (int m = 1; m < kTilesM; m++) {
+      ldmatrix_x4(a[buffer][m], read + (a_offset ^ (step * 32)) + m * (16 * kRowBytes));
     }
   };
   // A stage is there for all, and all have loaded the last fragments of the one before, whose
@@ -152,9 +173,13 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N* kWarpSize, WARPS_M* WARPS_N 
         const int now = step % 2;
         if (step + 1 < kSteps) {
           load_fragments(1 - now, step + 1);
-          if (copy_tile < num_tiles) {
-            copy_x(step, kSteps - 1);
-            copy_weight(step, kSteps - 1);
+#pragma unroll
+          for (int i = step; i < kCopies; i += kSteps - 1) {
+            if (i < CopiesOfX::kCopies) {
+              copy_x(i);
+            } else {
+              copy_weight(i - CopiesOfX::kCopies);
+            }
           }
           if (step + 2 == kSteps) {
             cp_async_commit();  // an empty group too: the count of groups is that of stages
