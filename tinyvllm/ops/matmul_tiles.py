@@ -203,12 +203,15 @@ TILES = (
 # Up to 64 rows, by rows, where clusters exist: N is cut finely and K is split.
 SPLIT_TILES = (Tile(16, 64, 1, 4, 8, 0.25), TILES[2], TILES[1])
 # us for a tile of matmul_large.cu alone on an SM of an H200, and for two at a time; K = 2048. Of
-# two of a size the second needs less shared memory, for GPUs where the first has no room.
+# two of a size the second needs less shared memory, for GPUs where the first has no room. Eight
+# warps have the registers of a whole SM.
 LARGE_US = {
     LargeTile(256, 128, 4, 2, 64, 3): (38.0, 76.0),
     LargeTile(256, 128, 4, 2, 32, 3): (39.0, 78.0),
-    LargeTile(128, 128, 2, 2, 64, 3): (22.5, 40.0),
-    LargeTile(128, 128, 2, 2, 32, 4): (23.0, 41.0),
+    LargeTile(128, 192, 4, 2, 64, 3): (33.0, 66.0),
+    LargeTile(128, 192, 4, 2, 32, 4): (34.0, 68.0),
+    LargeTile(128, 128, 2, 2, 64, 3): (23.5, 43.5),
+    LargeTile(128, 128, 2, 2, 32, 4): (24.0, 44.5),
 }
 WIDE_TILES = (WideTile(16, 11), WideTile(32, 9))
 # What a tile's products take for K = 2048 on a busy H200, in us, alone and with the SiLU product.
