@@ -12,7 +12,8 @@ def test_plan_prints_what_fits_and_the_buffers(capsys):
     out = capsys.readouterr().out
     assert "preset llama-3.2-1b" in out and "H200 with 24.00 GiB free (assumed" in out
     assert "KV blocks" in out and "fits: " in out and "max_num_seqs=8" in out
-    assert "decode.plain, 8 rows" in out and "All further layers use the same offsets" in out
+    assert "decode.plain, 1 row " in out and "decode.plain, 8 rows" in out
+    assert "All further layers use the same offsets" in out
 
 
 def test_plan_draws_and_speaks_json(tmp_path, capsys):

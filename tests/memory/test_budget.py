@@ -70,3 +70,5 @@ def test_table_has_a_line_for_each_part():
         *("unused", "threshold", "budget", "free"),
     ]
     assert "60.0%" in lines[4] and "49152 blocks of 512.00 KiB" in lines[4]
+    assert "100.0%  release_threshold=0.8 of the budget" in lines[6]
+    assert not any("%" in line for line in lines[7:]), "these are more than all that is shared out"

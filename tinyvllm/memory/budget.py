@@ -43,7 +43,8 @@ class MemoryPlan:
         return self.weights + self.arenas + self.state + self.temporaries
 
     def table(self) -> str:
-        """What goes where, a line for each part with its share of the threshold."""
+        """What goes where: a line for each part with its share of the threshold, and then what
+        that is a share of."""
         blocks = f"{self.num_blocks} blocks of {format_bytes(self.block_bytes)}"
         parts = [
             ("weights", self.weights, ""),
@@ -52,13 +53,21 @@ class MemoryPlan:
             ("temporaries", self.temporaries, "largest step"),
             ("KV blocks", self.kv, blocks),
             ("unused", self.unused, ""),
-            ("threshold", self.threshold, f"{self.release_threshold} of the budget"),
-            ("budget", self.budget, f"{self.gpu_memory_utilization} of the free memory"),
+            (
+                "threshold",
+                self.threshold,
+                f"release_threshold={self.release_threshold} of the budget",
+            ),
+            (
+                "budget",
+                self.budget,
+                f"gpu_memory_utilization={self.gpu_memory_utilization} of free",
+            ),
             ("free", self.free, "on the device at start"),
         ]
         lines = []
         for name, size, note in parts:
-            share = f"{size / max(self.threshold, 1):7.1%}"
+            share = "" if name in ("budget", "free") else f"{size / max(self.threshold, 1):.1%}"
             lines.append(f"{name:<12}{format_bytes(size):>12}{share:>9}  {note}".rstrip())
         return "\n".join(lines)
 

@@ -33,9 +33,9 @@ class BufferPlan:
     @property
     def title(self) -> str:
         """Which program at which size, for people."""
-        if self.program.name.startswith("decode"):
-            return f"{self.program.name}, {self.rows} rows"
-        return f"{self.program.name}, {self.tokens} tokens"
+        decode = self.program.name.startswith("decode")
+        count, unit = (self.rows, "row") if decode else (self.tokens, "token")
+        return f"{self.program.name}, {count} {unit}{'s' if count != 1 else ''}"
 
     @property
     def ratio(self) -> float:
