@@ -37,20 +37,24 @@ class EngineConfig:
 
     model: str = option("", "directory, GGUF file, hub name or preset")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub")
-    dtype: str = option("auto", "type of weights, activations and KV cache on the GPU", DTYPES)
+    dtype: str = option(
+        "auto", "type of weights, activations and KV cache; auto: the model's", DTYPES
+    )
     max_model_len: int | None = option(None, "longest prompt + output in tokens (default: model's)")
-    gpu_memory_utilization: float = option(0.75, "share of the memory free at start to use")
+    gpu_memory_utilization: float = option(0.75, "share of the GPU's free memory to use")
     max_num_seqs: int = option(512, "most sequences in one step")
     max_num_batched_tokens: int = option(8192, "most tokens in one step")
     long_prefill_token_threshold: int = option(
-        0, "most tokens of one prompt in a step in which others decode (0: no limit)"
+        0, "most tokens of one prompt in a step in which others decode; 0: no limit"
     )
     block_size: int = option(16, "tokens in one KV block", BLOCK_SIZES)
     scheduling_policy: str = option(
         "fcfs",
         f"which waiting request is next: {', '.join(SCHEDULING_POLICIES)} or module:function",
     )
-    preemption_threshold: float = option(0.85, "share of KV blocks in use above which none starts")
+    preemption_threshold: float = option(
+        0.85, "share of KV blocks in use above which no waiting request starts"
+    )
     preemption_mode: str = option(
         "auto", "what becomes of the blocks of a preempted sequence", PREEMPTION_MODES
     )
@@ -70,10 +74,14 @@ class EngineConfig:
         None, "launch a step before the tokens of the last one are read (default: on a GPU)"
     )
     seed: int = option(0, "seed of requests that set none")
-    load_format: str = option("auto", "where the weights come from", LOAD_FORMATS)
+    load_format: str = option(
+        "auto", "what the weights are read from; dummy: they are random", LOAD_FORMATS
+    )
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    kernel_path: str = option("auto", "portable: only kernels that run from sm_80 up", KERNEL_PATHS)
-    release_threshold: float = option(0.9, "share of the budget that the pool keeps when freed")
+    kernel_path: str = option("auto", "portable: no kernels for Hopper alone", KERNEL_PATHS)
+    release_threshold: float = option(
+        0.9, "share of its budget that the pool keeps when memory is freed"
+    )
     pool_reuse_follow_event_dependencies: bool = option(
         True, "the pool reuses memory freed on another stream once an event orders it"
     )

@@ -60,26 +60,28 @@ class SamplingParams:
     """
 
     n: int = option(1, "completions of the prompt")
-    temperature: float = option(1.0, "0 takes the likeliest token; above, logits are divided")
+    temperature: float = option(1.0, "logits are divided by it; 0: the likeliest token")
     top_p: float = option(1.0, "only the likeliest tokens with this probability together")
-    top_k: int = option(0, "only so many of the likeliest tokens (0: all)")
+    top_k: int = option(0, "only so many of the likeliest tokens; 0: all")
     min_p: float = option(0.0, "only tokens this likely relative to the likeliest one")
     repetition_penalty: float = option(1.0, "divides logits of tokens seen, prompt included")
-    presence_penalty: float = option(0.0, "taken from logits of tokens generated before")
-    frequency_penalty: float = option(0.0, "the same, for each time")
+    presence_penalty: float = option(0.0, "subtracted from logits of tokens generated before")
+    frequency_penalty: float = option(
+        0.0, "subtracted once for each time that a token was generated"
+    )
     logit_bias: Mapping[int, float] | None = option(None, "token id -> added to logit", cli=False)
     bad_words: Sequence[str] = option((), "texts that the output must not contain")
     max_tokens: int | None = option(16, "most tokens to generate")
-    min_tokens: int = option(0, "tokens before one that would end the request")
+    min_tokens: int = option(0, "tokens that come before one may end the output")
     ignore_eos: bool = option(False, "go on after an end-of-sequence token")
-    seed: int | None = option(None, "fixes the random numbers (default: one from the engine's)")
+    seed: int | None = option(None, "fixes the random numbers (default: drawn from the engine's)")
     stop: Sequence[str] = option((), "texts that end the output")
-    stop_token_ids: Sequence[int] = option((), "ids after any of which it ends")
+    stop_token_ids: Sequence[int] = option((), "token ids that end the output")
     include_stop_str_in_output: bool = option(False, "leave the stop text in the output")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
     detokenize: bool = option(True, "make text of the tokens")
-    logprobs: int | None = option(None, "likeliest tokens to report for each token")
-    prompt_logprobs: int | None = option(None, "the same for tokens of the prompt")
+    logprobs: int | None = option(None, "how many of the likeliest tokens to report for each token")
+    prompt_logprobs: int | None = option(None, "how many to report for each token of the prompt")
 
     def __post_init__(self) -> None:
         self._check_choice_of_tokens()

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from tinyvllm.cli.options import add_options, from_args
+from tinyvllm.cli.options import Parser, add_options, from_args
 from tinyvllm.config import EngineConfig
 from tinyvllm.sampling_params import SamplingParams
 
@@ -24,6 +24,18 @@ def test_every_field_is_an_option_with_its_default(config):
     text = parser.format_help()
     for field in dataclasses.fields(config):
         assert (f"--{field.name.replace('_', '-')} " in text) == field.metadata["cli"]
+
+
+def test_help_names_defaults_where_there_are_some():
+    parser = Parser()
+    add_options(parser, EngineConfig)
+    parser.add_argument("--sizes", nargs="+", default=[8, 16], help="tokens")
+    parser.set_defaults(block_size=32)  # as subcommands do
+    text = " ".join(parser.format_help().split())
+    assert "most sequences in one step (default: 512)" in text
+    assert "tokens in one KV block (default: 32)" in text and "tokens (default: 8 16)" in text
+    assert "in tokens (default: model's) --" in text, "what has one in its text has no other"
+    assert "at first need --" in text and "on the hub --" in text, "nor has what is off, or nothing"
 
 
 def test_options_have_the_types_of_their_fields():

@@ -28,7 +28,9 @@ def add(kinds: Commands) -> None:
 
 def _add_startup(kinds: Commands) -> None:
     parser = kinds.add_parser("startup", help="process start to first token")
-    parser.add_argument("--runs", type=int, default=3, help="starts with a warm kernel cache")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="how many starts with a warm kernel cache"
+    )
     finish(parser, run_startup)
 
 
@@ -40,12 +42,14 @@ def run_startup(args: argparse.Namespace, config: EngineConfig) -> None:
 
 def _add_serve(kinds: Commands) -> None:
     parser = kinds.add_parser("serve", help="the server: step times, events, times to first token")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128], help="streams")
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=[1, 32, 128], help="numbers of streams at once"
+    )
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=2048, help="tokens of a stream")
     firsts: dict[str, Any] = {"type": int, "nargs": "+", "default": [1, 64]}
-    parser.add_argument("--first-token-clients", help="for time to first token", **firsts)
-    parser.add_argument("--first-token-requests", type=int, default=8, help="of each client")
+    parser.add_argument("--first-token-clients", help="the same for times to first token", **firsts)
+    parser.add_argument("--first-token-requests", type=int, default=8, help="by each of these")
     parser.add_argument("--starts", type=int, default=2, help="how often to start the server")
     finish(parser, run_serve, as_json=True)
 
@@ -76,7 +80,7 @@ def run_load(args: argparse.Namespace, config: EngineConfig) -> None:
 def _add_throughput(kinds: Commands) -> None:
     parser = kinds.add_parser("throughput", help="whole loads, next to their floors")
     parser.add_argument(
-        "--loads", nargs="+", choices=LOADS, default=LOADS[:3], help="(default: %(default)s)"
+        "--loads", nargs="+", choices=LOADS, default=LOADS[:3], help="which loads to run"
     )
     parser.add_argument("--lengths", help="file with a request a line: length in, length out")
     parser.add_argument(
@@ -85,7 +89,9 @@ def _add_throughput(kinds: Commands) -> None:
     parser.add_argument(
         "--vary-max-num-batched-tokens", type=int, nargs="+", metavar="N", help="values to compare"
     )
-    parser.add_argument("--runs", type=int, default=2, help="the first one captures CUDA graphs")
+    parser.add_argument(
+        "--runs", type=int, default=2, help="runs of each; the first captures CUDA graphs"
+    )
     finish(parser, run_throughput, as_json=True)
 
 
@@ -113,7 +119,11 @@ def run_throughput(args: argparse.Namespace, config: EngineConfig) -> None:
 def _add_prefill(kinds: Commands) -> None:
     parser = kinds.add_parser("prefill", help="prompts alone, in chunks of several sizes")
     parser.add_argument(
-        "--prompts", type=pair, nargs="+", default=[(1, 8192), (32, 1024)], help="e.g. 32x1024"
+        "--prompts",
+        type=pair,
+        nargs="+",
+        default=[(1, 8192), (32, 1024)],
+        help="how many, by the tokens of each (default: 1x8192 32x1024)",
     )
     parser.add_argument(
         "--chunks", type=int, nargs="+", default=[2048, 4096, 8192, 16384], help="tokens of a step"

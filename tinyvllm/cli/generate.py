@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     """Adds the subcommand."""
     parser = commands.add_parser("generate", help="complete a prompt")
-    parser.add_argument("prompt")
+    parser.add_argument("prompt", help="text to complete")
     add_options(parser, EngineConfig, leave_out="seed")  # the request's own decides
     add_options(parser, SamplingParams)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")

@@ -14,8 +14,24 @@ from tinyvllm.config import EngineConfig
 Commands = Any  # what argparse's add_subparsers returns; its class has no public name
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the default of each option that has one, unless its help does."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        said = "default" in (action.help or "")
+        if said or default is False or default in (None, ""):
+            return action.help
+        if isinstance(default, (list, tuple)):  # as it would be given
+            return f"{action.help} (default: {' '.join(map(str, default))})"
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that says in two lines what is wrong: all options would hide it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _Help, **options})
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2."""
@@ -40,7 +56,7 @@ def add_options(
             options["action"] = argparse.BooleanOptionalAction
         elif sequences:
             options |= {"type": typing.get_args(sequences[0])[0], "action": "append"}
-            options |= {"default": None, "help": f"{options['help']} (may be repeated)"}
+            options |= {"default": None, "help": f"{options['help']}; may be repeated"}
         else:
             options |= {"type": kinds[0], "choices": field.metadata["choices"]}
         group.add_argument("--" + field.name.replace("_", "-"), **options)

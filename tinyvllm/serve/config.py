@@ -18,7 +18,7 @@ class ServeConfig:
     """
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
-    port: int = option(8000, "port to listen on (0: any free one)")
+    port: int = option(8000, "port to listen on; 0: any free one")
     served_model_name: Sequence[str] = option((), "names that requests may use (default: MODEL)")
     # Never shown: not in the repr, which may be logged.
     api_key: str | None = field(
