@@ -9,7 +9,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.driver.devices import DEVICES_BY_NAME
 from tinyvllm.engine.sizing import engine_programs
 from tinyvllm.model.presets import PRESETS
-from tinyvllm.planning.drawing import COLUMN, HEIGHT, LEFT, TOP, draw_plan
+from tinyvllm.planning.drawing import CHAR, COLUMN, HEIGHT, LEFT, TOP, draw_plan
 from tinyvllm.planning.report import buffer_plan
 from tinyvllm.util import DType
 
@@ -54,6 +54,12 @@ def test_no_two_rectangles_overlap(drawn):
         for other_x, other_y, other_width, other_height in large[:i]:
             apart = x + width <= other_x + 0.2 or other_x + other_width <= x + 0.2
             assert apart or y + height <= other_y + 0.2 or other_y + other_height <= y + 0.2
+
+
+def test_names_of_ops_are_not_cut_off(drawn):
+    room = int(drawn.get("height")) - TOP - HEIGHT
+    names = [t.text for t in drawn.iter(f"{SVG}text") if "rotate" in t.get("transform", "")]
+    assert "5 matmul_rope_kv_write" in names and CHAR * max(map(len, names)) < room - 10
 
 
 def test_repeating_layers_are_left_out(drawn):

@@ -8,8 +8,8 @@ from tinyvllm.memory.plan import Lifetime
 from tinyvllm.planning.report import BufferPlan
 from tinyvllm.util import format_bytes
 
-COLUMN, HEIGHT = 46, 560  # pixels of an op, and of the arena
-LEFT, TOP, BOTTOM = 84, 44, 132  # margins: addresses, title, names of the ops
+COLUMN, HEIGHT = 54, 560  # pixels of an op, and of the arena
+LEFT, TOP, BOTTOM = 84, 44, 20  # margins: addresses, title, and below the names of the ops
 CHAR, LINE = 6.1, 12  # pixels of a letter and a line of a label
 MIN_LABEL = 13  # pixels of height from which on a rectangle has a label
 GAP = 0.6  # of a column, where ops are left out
@@ -36,7 +36,8 @@ def draw_plan(b: BufferPlan) -> str:
     """
     spans = _spans(b)
     width = LEFT + int(spans[-1][1]) + 16
-    height = TOP + HEIGHT + BOTTOM
+    names = (f"{i} {op.kind}" for i, op in enumerate(b.program.ops))
+    height = TOP + HEIGHT + int(CHAR * max(map(len, names))) + BOTTOM
     scale = HEIGHT / max(b.plan.arena_bytes, 1)
     title = (
         f"{b.title}: {format_bytes(b.plan.arena_bytes)} of arena for "
