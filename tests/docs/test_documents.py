@@ -117,6 +117,15 @@ def test_figures_in_the_readme():
         assert (ROOT / target).exists(), target
 
 
+def test_figures_of_the_arena():
+    text, svg = (DOCS / "memory.md").read_text(), (DOCS / "plan-decode.svg").read_text()
+    rows, arena, without = re.search(
+        r"(\d+) rows: ([\d.]+ MiB) of arena for ([\d.]+ MiB) of buffers, lower bound \2", svg
+    ).groups()
+    assert f"a decode step of {rows} rows" in text
+    assert f"bound, {arena}, where" in text and f"would take {without}" in text
+
+
 @pytest.mark.parametrize("name", ["plan-prefill.svg", "plan-decode.svg"])
 def test_pictures_are_what_the_program_draws(name):
     assert (DOCS / name).read_text() == refresh.pictures()[name], "run python docs/refresh.py"
