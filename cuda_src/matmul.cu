@@ -1,4 +1,5 @@
 // y = x weight^T (+ bias) (+ residual), or silu(gate) * up, on the tensor cores that all GPUs have.
+// matmul_large.cu is for products with many tiles.
 //
 // Operands: matmul_tile.cuh. A block computes a BM x BN tile of x weight^T with WARPS_M x WARPS_N
 // warps. Tiles of 64 elements of K run through STAGES buffers in shared memory: cp.async fills

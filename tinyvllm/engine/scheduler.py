@@ -19,8 +19,8 @@ class Scheduler(Preempting):
     prompts, in chunks, of one request at a time but for those that end in the same step. A chunk
     beside decoding requests has no more than `long_prefill_token_threshold` tokens, if that is set.
 
-    * Requests are admitted in the order of the policy, which `waiting` has; only
-      samples of a prompt that is computed in the same step are passed over.
+    * Requests are admitted in the order of the policy, which `waiting` has; only samples of a
+      prompt that is computed in the same step are passed over.
     * Admission, with room for all its tokens, may not carry the share of blocks in use above
       `preemption_threshold`; a preempted request stays `RETURN_MARGIN` below that, so that it
       is not preempted again at once. While nothing else runs, both may use all blocks.
@@ -69,8 +69,8 @@ class Scheduler(Preempting):
         """Take the tokens of `step.sampling_rows`, in that order; return the requests that end.
 
         Their slots are free at once, and so are their blocks, but for those that copies under way
-        need. A token of a request that ended since the step
-        was scheduled is dropped. Full blocks that the step completed enter the prefix cache.
+        need. A token of a request that ended since the step was scheduled is dropped. Full blocks
+        that the step completed enter the prefix cache.
         """
         self._keep_filled(step)
         ended = []
