@@ -12,7 +12,7 @@ from tinyvllm.driver.devices import DEVICES_BY_NAME
 from tinyvllm.driver.spec import TensorMap
 from tinyvllm.ops import attention_prefill
 from tinyvllm.ops.attention import Attention
-from tinyvllm.ops.attention_prefill import HOPPER_TILES, PREFILL, PREFILL_HOPPER, choose_tile
+from tinyvllm.ops.attention_prefill import PREFILL, PREFILL_HOPPER, PREFILL_TILES, choose_tile
 from tinyvllm.util import DType
 
 H200 = DEVICES_BY_NAME["H200"]
@@ -73,9 +73,9 @@ def test_tiles_are_those_that_were_measured_to_win(head_dim, tokens, rows, heads
     assert choose_tile(head_dim, tokens, rows, heads, 132).consumers == consumers
 
 
-@pytest.mark.parametrize("head_dim", HOPPER_TILES)
+@pytest.mark.parametrize("head_dim", PREFILL_TILES)
 def test_tiles_fit_the_device(head_dim):
-    for tile in HOPPER_TILES[head_dim]:
+    for tile in PREFILL_TILES[head_dim]:
         assert tile.smem(head_dim) <= H200.smem_per_block
         assert tile.queries <= tensor_map.MAX_BOX
 
@@ -90,7 +90,7 @@ def test_rows_of_one_token_are_left_to_the_decode_kernel():
 @pytest.mark.parametrize("rows", [1, 2, 50])
 def test_no_tile_lacks_a_block_while_sms_are_free(rows, queries):
     launch, _ = prefill_of(H200, rows, queries, heads=3, kv_heads=1, decode=0)
-    (tile,) = (t for t in HOPPER_TILES[64] if launch.block == 128 * (t.consumers + 1))
+    (tile,) = (t for t in PREFILL_TILES[64] if launch.block == 128 * (t.consumers + 1))
     tiles = rows * 3 * -(-queries // tile.queries)
     assert min(tiles, H200.num_sms) <= launch.grid[0] <= H200.num_sms
 
@@ -127,8 +127,8 @@ def use(device, monkeypatch):
         elif device.info.kernel_path != "hopper":
             pytest.skip("not a Hopper GPU")
         else:
-            tiles = {head_dim: t[kernel : kernel + 1] for head_dim, t in HOPPER_TILES.items()}
-            monkeypatch.setattr(attention_prefill, "HOPPER_TILES", tiles)
+            tiles = {head_dim: t[kernel : kernel + 1] for head_dim, t in PREFILL_TILES.items()}
+            monkeypatch.setattr(attention_prefill, "PREFILL_TILES", tiles)
 
     return set_kernel
 

@@ -38,7 +38,7 @@ HOPPER_STAGES = 3
 BOX_COLS = 64  # elements of a head that it copies at a time
 
 
-class HopperTile(NamedTuple):
+class PrefillTile(NamedTuple):
     """A specialisation of attention_prefill_hopper.cu for heads of one size.
 
     On a busy H200 a tile takes `tile_us`, and `step_us` more for every HOPPER_KEYS keys.
@@ -61,13 +61,13 @@ class HopperTile(NamedTuple):
 
 # Three consumers share each copy and leave tensor cores idle less often; two waste less of the
 # last tile of a chunk and of the keys behind the diagonal. Three do not fit heads of 128.
-HOPPER_TILES = {
-    64: (HopperTile(2, 1.07, 1.3), HopperTile(3, 1.41, 1.8)),
-    128: (HopperTile(2, 1.56, 1.7),),
+PREFILL_TILES = {
+    64: (PrefillTile(2, 1.07, 1.3), PrefillTile(3, 1.41, 1.8)),
+    128: (PrefillTile(2, 1.56, 1.7),),
 }
 
 
-def choose_tile(head_dim: int, tokens: int, rows: int, heads: int, num_sms: int) -> HopperTile:
+def choose_tile(head_dim: int, tokens: int, rows: int, heads: int, num_sms: int) -> PrefillTile:
     """The tile with the least estimated time for `rows` chunks of `tokens` in all.
 
     That is the mean time of an SM, and a third of the longest tile's at the end: within 4 % of
@@ -76,14 +76,14 @@ def choose_tile(head_dim: int, tokens: int, rows: int, heads: int, num_sms: int)
     """
     each = ceil_div(tokens, rows)
 
-    def time(tile: HopperTile) -> float:
+    def time(tile: PrefillTile) -> float:
         per_chunk = ceil_div(each, tile.queries)
         mean_steps = (per_chunk + 1) * tile.queries / 2 / HOPPER_KEYS
         mean = tile.tile_us + tile.step_us * mean_steps
         longest = tile.tile_us + tile.step_us * each / HOPPER_KEYS
         return rows * per_chunk * heads / num_sms * mean + longest / 3
 
-    return min(HOPPER_TILES[head_dim], key=time)
+    return min(PREFILL_TILES[head_dim], key=time)
 
 
 def prefill_launch(
