@@ -21,6 +21,9 @@ from tinyvllm.driver.device import Device, Stream, cuda_unavailable
 from tinyvllm.model import smollm2
 from tinyvllm.util import InputError
 
+# An assertion in a module that tests share says what it compared, as one in a test does.
+pytest.register_assert_rewrite("comparison", "driving", "harness", "toy")
+
 GPU_PROCESSES = 4  # at most so many of xdist's: each has a context of half a gigabyte
 
 

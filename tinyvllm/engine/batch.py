@@ -16,7 +16,7 @@ from tinyvllm.ops.row_state import BLOCK_EDIT_WORDS
 from tinyvllm.sampling_params import MAX_LOGPROBS
 from tinyvllm.util import align_up, ceil_div
 
-MIN_CONTEXT_CLASS = 256
+MIN_CONTEXT_CLASS = 256  # tokens; longest contexts are rounded up to powers of two from here on
 SCORE_ROWS = 256  # positions whose log-probabilities are computed at a time
 
 

@@ -29,9 +29,10 @@ def step_program(
     `sampler` is one of SAMPLERS, at least that of each row; the logits are an output of all but
     "plain". In `phase` "decode" no row joins.
 
-    Run-time sizes: T tokens, R rows and R1 = R + 1, S sampled rows; D, Q and C as in the
-    attention op; SLOTS, MB, NB, E and B: row slots, table length, blocks, capacity of the edits;
-    CP: blocks to copy.
+    Run-time sizes: T tokens, R rows and R1 = R + 1, S sampled rows; D rows that decode, which come
+    first, Q tokens at most in another row, C tokens at most in a context; CP blocks to copy. Of
+    the engine: SLOTS row slots, MB entries of a block table, NB blocks, E and B: most edits of
+    rows and of tables in a step.
     """
     assert sampler in SAMPLERS and phase in ("prefill", "decode"), (sampler, phase)
     p = Program(name)
