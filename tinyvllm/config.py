@@ -160,7 +160,7 @@ def check_number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{name}={value!r}: must be a number")
     if not low <= value <= high:  # False for NaN too
-        raise InputError(f"{name}={value}: must be from {low:g} to {high:g}")
+        raise InputError(f"{name}={value}: must be from {low:.10g} to {high:.10g}")
 
 
 def check_int(name: str, value: Any, low: int, high: int | None) -> None:

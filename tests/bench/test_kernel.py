@@ -68,6 +68,14 @@ def test_a_kernel_that_no_step_has(capsys):
     assert "it has advance_rows_kernel," in message and "matmul_few_rows_kernel" in message
 
 
+@pytest.mark.parametrize(
+    ("option", "limit"), [("--batch", "from 1 to 4096"), ("--context", "from 1 to 1048576")]
+)
+def test_a_step_without_rows_or_tokens_is_refused(capsys, option, limit):
+    assert main(["kernel", "rms", option, "0"]) == 1
+    assert f"{option[2:]}=0: must be {limit}" in capsys.readouterr().err
+
+
 def test_machine_code_needs_the_toolkit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(InputError, match="cuobjdump"):

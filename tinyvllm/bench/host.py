@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tinyvllm.bench.latency import decode_times
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.engine.batch import step_limits
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.memory.budget import plan_memory
@@ -20,6 +20,7 @@ from tinyvllm.ops.numpy_executor import NumpyResult
 def bench_host(config: EngineConfig, batches: list[int]) -> None:
     """Python's time for a decode step: the engine on a device that does nothing, at once."""
     for batch in batches:
+        check_int("batch", batch, 1, config.max_num_seqs)
         engine = LLMEngine(config, backend=NullBackend(config, batch))
         seconds, _ = decode_times(engine, batch, 256)
         print(f"batch {batch}: {seconds * 1e3:.3f} ms a step, {seconds / batch * 1e6:.2f} us a row")

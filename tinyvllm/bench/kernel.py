@@ -14,7 +14,7 @@ from tinyvllm.bench.floors import device_rates
 from tinyvllm.bench.kernel_errors import reference_errors
 from tinyvllm.bench.kernels import KernelBench, op_label
 from tinyvllm.bench.synthetic import decode_dims, prefill_dims
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.driver.cache import CompiledKernel
 from tinyvllm.driver.compiler import compile_all
 from tinyvllm.driver.device import cuda_unavailable
@@ -126,7 +126,12 @@ def disassembled(image: bytes) -> str:
 
 
 def _for_step(config: EngineConfig, phase: str, batch: int, context: int) -> EngineConfig:
-    """With room for the step, and no more KV blocks than it needs: they are read back."""
+    """With room for the step, and no more KV blocks than it needs: they are read back.
+
+    InputError for a step without rows or tokens.
+    """
+    check_int("batch", batch, 1, 4096)
+    check_int("context", context, 1, 1 << 20)
     longest = context + HEADROOM
     tokens = batch * context if phase == "prefill" else batch
     return replace(

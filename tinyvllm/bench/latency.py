@@ -15,7 +15,7 @@ import numpy as np
 from tinyvllm.api.llm import LLM
 from tinyvllm.bench.floors import device_rates, step_floor
 from tinyvllm.bench.synthetic import SyntheticSteps
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.driver.device import cuda_unavailable
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.ops.cuda_executor import CudaExecutor
@@ -130,8 +130,8 @@ def decode_times(
     """
     tokens = settle + MEASURED_STEPS
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    if batch > engine.scheduler.max_num_seqs:
-        raise InputError(f"batch {batch}: at most max_num_seqs={engine.scheduler.max_num_seqs}")
+    check_int("batch", batch, 1, engine.scheduler.max_num_seqs)
+    check_int("context", context, 1, engine.backend.max_model_len)
     rng = np.random.default_rng(0)
     for i in range(batch):
         length = max(1, context - MEASURED_STEPS // 2 - settle)

@@ -14,6 +14,8 @@ PHASES = ("decode", "prefill")
 def pair(text: str) -> tuple[int, int]:
     """Two numbers, as in 32x1024."""
     first, _, second = text.partition("x")
+    if not (first.isdecimal() and second.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be two numbers, as in 32x1024")
     return int(first), int(second)
 
 
