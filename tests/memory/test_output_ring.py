@@ -33,6 +33,17 @@ def test_read_outputs_are_copies_and_their_slot_is_used_again(fake_stream):
         assert (first["a"].tolist(), second["a"].tolist()) == ([1, 2], [3, 4])
 
 
+def test_outputs_are_read_once_the_event_behind_their_copies_has_passed(fake_driver, fake_stream):
+    arrays = {name: on_device(np.zeros(1, np.int32)) for name in "ab"}
+    with OutputRing(1, 64) as ring:
+        fake_driver.names.clear()
+        pending = ring.fetch(arrays, fake_stream)
+        assert fake_driver.names == ["cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync", "cuEventRecord"]
+        pending.get()
+        assert fake_driver.names[3:] == ["cuEventSynchronize"]
+    assert fake_driver.names[4:] == ["cuEventDestroy", "cuMemFreeHost"]
+
+
 def test_a_slot_is_given_back_once(fake_stream):
     values = on_device(np.zeros(1, np.int32))
     with OutputRing(1, 64) as ring:

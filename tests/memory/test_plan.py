@@ -95,6 +95,21 @@ def test_dead_memory_is_used_again_and_best_fit_keeps_the_large_gap():
     assert plan.bytes_without_reuse == 13312 + 5120
 
 
+def test_of_two_free_regions_the_closer_in_size_is_taken():
+    unit = ALIGNMENT
+    lives = [
+        Lifetime("floor", 8 * unit, 0, 9),
+        Lifetime("leaves 6", 6 * unit, 0, 1),
+        Lifetime("wall", 5 * unit, 0, 9),
+        Lifetime("leaves 4", 4 * unit, 0, 1),
+        Lifetime("ceiling", 3 * unit, 0, 9),
+        Lifetime("new", 3 * unit, 3, 9),
+    ]
+    plan = plan_buffers(lives)
+    assert plan.offsets["leaves 6"] < plan.offsets["leaves 4"]
+    assert plan.offsets["new"] == plan.offsets["leaves 4"]
+
+
 def test_a_buffer_in_the_way_is_placed_first_in_another_attempt():
     """By size alone `long` ends up above `big`, where it would need 7 units instead of 6."""
     unit = ALIGNMENT

@@ -26,6 +26,10 @@ def test_a_slot_is_given_out_once_its_event_has_passed(fake_driver, fake_stream)
         slot = ring.acquire()
         assert ("cuEventSynchronize" in fake_driver.names) != ready
         ring.release(slot, fake_stream)
+        assert fake_driver.names[-1] == "cuEventRecord"
+    fake_driver.names.clear()
+    ring.close()
+    assert fake_driver.names == ["cuEventSynchronize", "cuEventDestroy", "cuMemFreeHost"]
 
 
 def test_holding_every_slot_is_an_error(fake_driver):
