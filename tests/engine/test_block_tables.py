@@ -89,3 +89,27 @@ def test_blocks_that_nobody_holds_are_found():
     begin(tables, 0, 4)
     with pytest.raises(RuntimeError, match="requests hold 0 blocks, counted 1"):
         tables.check_integrity([])
+
+
+def test_shared_blocks_are_those_kept_with_other_users_than_copies():
+    tables = BlockTables(BlockManager(40, 4, num_groups=2), prefix_caching=True)
+    first, _, _ = begin(tables, 0, 15)
+    tables.keep(first, 12)
+    assert tables.num_shared(first, {}) == 0, "nobody else uses them"
+    begin(tables, 1, 12)  # finds two blocks a group: one token is left to compute
+    assert tables.num_shared(first, {}) == 2
+    begin(tables, 2, 5)
+    copied = first.block_ids[1][1]  # in one group only, by one of its two users
+    assert tables.num_shared(first, {copied: 1}) == 1
+    assert tables.num_shared(first, {first.block_ids[0][0]: 1}) == 2, "three users, one a copy"
+    assert tables.num_shared(first, {first.block_ids[0][0]: 2}) == 0, "what follows counts no more"
+
+
+def test_a_forks_blocks_are_shared_for_good_only_once_they_are_kept():
+    for prefix_caching, num_shared in ((True, 1), (False, 0)):
+        tables = BlockTables(BlockManager(20, 4), prefix_caching)
+        parent, _, _ = begin(tables, 0, 9)
+        begin(tables, 1, 9, parent)
+        assert tables.num_shared(parent, {}) == 0
+        tables.keep(parent, 4)
+        assert tables.num_shared(parent, {}) == num_shared

@@ -101,6 +101,13 @@ def held(driver):
     return driver.used, driver.pinned
 
 
+def test_what_is_allocated_is_what_is_planned(engine, fake_gpu):
+    """But for the temporaries, which come and go, and what rounds the parts up."""
+    memory, arrays = engine.backend.memory, engine.backend.executor.arrays
+    planned = memory.weights + memory.arenas + memory.state + memory.kv
+    assert 0 <= planned - fake_gpu.used < 256 * len(arrays)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_frees_all_and_waking_brings_the_weights_back(engine, fake_gpu, level):
     before, bits = held(fake_gpu), weights(engine)

@@ -122,6 +122,21 @@ def test_steps_are_counted(scheduler, monitored):
     assert stats.num_steps == monitor.num_steps > 3
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_tokens_found_in_the_prefix_cache_are_counted_if_there_is_one(enabled):
+    scheduler = make_scheduler(
+        BlockManager(20, 4), seqs=8, budget=64, max_len=64, enable_prefix_caching=enabled
+    )
+    monitor = Monitor(scheduler, SimpleNamespace(pool_stats=lambda: POOL), log=False)
+    for name in "ab":
+        scheduler.add(Request(name, [1] * 10, SamplingParams(max_tokens=1)))
+        step = scheduler.schedule()
+        scheduler.update(step, [0])
+    stats = monitor.stats()
+    found = (stats.prefix_cache_queries, stats.prefix_cache_hits, stats.prefix_cache_hit_rate)
+    assert found == ((20, 8, 0.4) if enabled else (0, 0, 0.0))
+
+
 def snapshots(monitor, **changes):
     last = monitor.stats()
     swap = SwapUsage(

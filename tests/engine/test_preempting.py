@@ -1,5 +1,6 @@
 """Who gives up blocks for whom, and when those come back who did."""
 
+import pytest
 from toy import (
     ToyDevice,
     check_step,
@@ -10,6 +11,8 @@ from toy import (
     run_all,
     step_once,
 )
+
+from tinyvllm.driver.calls import CudaError
 
 
 def test_latest_arrival_is_preempted_and_keeps_its_tokens():
@@ -145,3 +148,54 @@ def test_copies_of_what_is_no_longer_the_next_victim_make_room():
     run_all(scheduler, device)
     assert old.num_preemptions == 0 and new.num_preemptions == 1
     assert scheduler.num_preemptions == {"swap": 1, "recompute": 0}
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+def test_copies_give_way_as_far_as_needed_but_the_victims_and_those_on_their_way_back(decoding):
+    """A swap space of 8 blocks holds 2 copies of each of four requests."""
+    scheduler = make_scheduler(20, swap_blocks=8, polls=0, preemption_mode="swap")
+    ToyDevice(scheduler)
+    for name in ("urgent", "back", "old", "victim"):
+        request = make_request(name, range(14), max_tokens=9)
+        scheduler.add(request)
+        scheduler.waiting.remove(request)
+        scheduler.running.append(request)
+        request.block_ids = [scheduler.blocks.allocate(4)]
+        request.decoding, request.returning = name != "back", name == "back"
+        scheduler.swaps.copy_out(request, 2)
+    scheduler.end_copies()
+    victim = scheduler.running[-1]
+    victim.decoding = decoding
+
+    def copies():
+        return [request.num_host_blocks for request in scheduler.running]
+
+    choice = scheduler._choose(victim, 4)
+    if not decoding:
+        assert (choice[0], copies()) == ("recompute", [2, 2, 2, 2]), "it needs no copies"
+        return
+    assert (choice[0], copies()) == ("swap", [0, 2, 2, 2])
+    choice = scheduler._choose(victim, 8)
+    assert choice == ("recompute", "swap space full: 6 blocks needed, 4 free")
+    assert copies() == [0, 2, 0, 2]
+
+
+def test_a_request_whose_copy_fails_ends_and_the_event_says_why():
+    scheduler = make_scheduler(4, block_size=2, swap_blocks=8, preemption_mode="swap")
+    device = ToyDevice(scheduler)
+
+    def broken(pairs):
+        raise CudaError("cuMemcpyBatchAsync", 719, "CUDA_ERROR_LAUNCH_FAILED", "on purpose", ())
+
+    scheduler.swaps.swapper.swap_out = broken
+    first = make_request("first", [1, 2, 3], max_tokens=6)
+    second = make_request("second", [4, 5, 6], max_tokens=6)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert ids(run_all(scheduler, device)) == ["second", "first"]
+    assert (first.finish_reason, second.finish_reason) == ("length", "error")
+    assert first.output_token_ids == expected_output(first, scheduler)[0]
+    assert scheduler.num_preemptions == {"swap": 0, "recompute": 0}
+    (event,) = [event for event in scheduler.events.events if event.request_id]
+    assert (event.kind, event.request_id) == ("fail", "second")
+    assert event.detail == second.stop_reason and "on purpose" in event.detail

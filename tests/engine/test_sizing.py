@@ -101,6 +101,32 @@ def test_lower_limits_need_less():
     assert plan(139, block_size=32)[0].block_bytes == 2 * large.block_bytes
 
 
+def test_the_states_are_planned_to_the_byte():
+    """Of three rows; by hand. Inputs are rounded up to 16 bytes each, states to 256."""
+    inputs = [
+        3 * 2 * 4 + 8,  # blocks to copy: from, to
+        3 * 16 * 4,  # edits of rows
+        2 * 4 + 8,  # their number, and that of edits of tables
+        (3 + 3) * 4 * 4,  # the latter: three blocks for 40 tokens, and one begun by each row
+        3 * 4 + 4,  # slots
+        4 * 4,  # where the rows start, and the last one ends
+        3 * 4 + 4,  # rows that sample
+        40 * 4,  # tokens
+        256 * 4,  # positions to score
+        256 * 4,  # their tokens
+    ]
+    states = [
+        *[256] * 4,  # 3 * 4 blocks, positions, tokens, parameters: less than 256 bytes each
+        1280,  # 3 * 97 counts of tokens take 1164
+        256,  # 3 * 8 latest tokens
+        *[3 * 1024 * 4] * 3,  # biases: tokens, values, ends
+        3 * 128 * 8 * 4,  # bad words
+    ]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 64}
+    assert plan(1, TINY, **options)[0].state == sum(inputs) + sum(states)
+    assert plan(1, TINY, primitive=True, **options)[0].state == sum(inputs) + sum(states)
+
+
 def test_the_cpu_plans_for_float32():
     cpu, _ = plan(139, primitive=True)
     gpu, _ = plan(139)

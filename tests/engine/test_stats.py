@@ -164,16 +164,24 @@ def test_a_closed_engine_has_no_stats(engine):
 
 
 def test_swap_rates_are_of_the_time_that_copies_ran():
-    before = SwapUsage(out_bytes=100, in_bytes=10, out_seconds=1.0, stall_seconds=0.5, num_stalls=1)
+    before = SwapUsage(
+        total_bytes=1000, pinned_bytes=200, used_bytes=200, out_bytes=100, in_bytes=10,
+        out_seconds=1.0, in_seconds=0.25, plain_out_rate=9.0, plain_in_rate=8.0, num_stalls=1,
+        stall_seconds=0.5,
+    )  # fmt: skip
     after = SwapUsage(
-        total_bytes=1000, out_bytes=400, in_bytes=10, out_seconds=2.5, stall_seconds=0.5,
-        num_stalls=1,
+        total_bytes=1000, pinned_bytes=600, used_bytes=500, out_bytes=400, in_bytes=70,
+        out_seconds=2.5, in_seconds=0.75, plain_out_rate=9.0, plain_in_rate=8.0, num_stalls=3,
+        stall_seconds=0.75,
     )  # fmt: skip
     between = after.since(before)
-    assert (between.out_bytes, between.out_rate) == (300, 200.0)
-    assert (between.in_bytes, between.in_rate) == (0, 0.0)
-    assert between.total_bytes == 1000 and between.copy_seconds == 1.5
-    assert between.num_stalls == between.stall_seconds == 0
+    assert between == SwapUsage(
+        total_bytes=1000, pinned_bytes=600, used_bytes=500, out_bytes=300, in_bytes=60,
+        out_seconds=1.5, in_seconds=0.5, plain_out_rate=9.0, plain_in_rate=8.0, num_stalls=2,
+        stall_seconds=0.25,
+    )  # fmt: skip
+    assert (between.out_rate, between.in_rate, between.copy_seconds) == (200.0, 120.0, 2.0)
+    assert after.since(after).out_rate == after.since(after).in_rate == 0
 
 
 @pytest.mark.gpu
