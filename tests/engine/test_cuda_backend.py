@@ -103,7 +103,7 @@ def held(driver):
 
 def test_what_is_allocated_is_what_is_planned(engine, fake_gpu):
     """But for the temporaries, which come and go, and what rounds the parts up."""
-    memory, arrays = engine.backend.memory, engine.backend.executor.arrays
+    memory, arrays = engine.backend.memory, engine.backend.executor.buffers.arrays
     planned = memory.weights + memory.arenas + memory.state + memory.kv
     assert 0 <= planned - fake_gpu.used < 256 * len(arrays)
 
