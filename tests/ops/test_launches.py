@@ -21,7 +21,7 @@ from tinyvllm.model.presets import PRESETS
 from tinyvllm.model.programs import step_program
 from tinyvllm.model.weights import packed_weights, place_weights
 from tinyvllm.ops.cuda_executor import CudaExecutor
-from tinyvllm.ops.launches import ProgramLaunches, SizesRead, alike
+from tinyvllm.ops.launches import BoundOp, Place, ProgramLaunches, SizesRead, alike
 from tinyvllm.ops.lower import lower
 from tinyvllm.ops.program import INPUT, OUTPUT, Buffer, Program
 from tinyvllm.util import DType, InputError
@@ -167,6 +167,48 @@ def test_the_first_launch_does_not_wait_for_the_others_to_be_worked_out(fake_dri
     two = [entry for entry in log if "two" in entry]
     assert log.index("run one") < log.index(two[0])
     assert not any("load" in entry for entry in log)
+
+
+def test_prepared_launches_only_run(fake_driver):
+    worked_out, ran = [], []
+
+    class Bound:
+        def launches(self, dims):
+            worked_out.append(dims["T"])
+            return [Kernel("one.cu", "one", "ptr x")().launch((1,), 32, x=64)]
+
+    fake_driver.cuLaunchKernelEx = lambda *_: ran.append(1) or 0
+    p = Program("t")
+    p.buffer("x", ("T", 16), kind=INPUT)
+    p.emit("silu_mul", "y", gate="x", up="x", out_kind=OUTPUT)
+    with Device(), driver_kernel.Stream() as stream:
+        launches = ProgramLaunches(p, [Bound()], Loader(), stream)
+        launches.prepare({"T": 3})
+        assert worked_out and not ran
+        worked_out.clear()
+        launches.run({"T": 3})
+    assert len(ran) == 1 and not worked_out
+
+
+@pytest.mark.parametrize(("tokens", "num_launches"), [(0, 0), (1, 1)])
+def test_an_op_that_writes_nothing_has_no_launches(fake_driver, tokens, num_launches):
+    p = Program("t")
+    p.buffer("x", ("T", 16), kind=INPUT)
+    p.emit("silu_mul", "y", gate="x", up="x", out_kind=OUTPUT)
+    place = Place(4096, ("T", 16), DType.BF16)
+    with Device() as device:
+        op = BoundOp(p, p.ops[0], lambda _: place, act=DType.BF16, info=device.info, scratch=0)
+    assert len(op.launches({"T": tokens})) == num_launches
+
+
+def test_columns_of_columns_keep_the_stride_of_the_whole():
+    place = Place(4096, ("T", 16), DType.BF16, max_rows=9)
+    half = place.columns(8, 8)
+    assert half == Place(4096 + 8 * 2, ("T", 8), DType.BF16, row_stride=16, max_rows=9)
+    part = Place(4096 + 10 * 2, ("T", 6), DType.BF16, row_stride=16, max_rows=9)
+    assert half.columns(2, 6) == part
+    array = part.array({"T": 5})
+    assert (array.ptr, array.shape, array.row_stride, array.max_rows) == (4116, (5, 6), 16, 9)
 
 
 def test_columns_of_a_buffer_that_lies_elsewhere_are_found(launched, loader):

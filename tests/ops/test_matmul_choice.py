@@ -157,6 +157,15 @@ def test_choices_on_hopper_are_those_that_were_measured_to_win(M, N, K, tile, sp
     assert (choice.kernel, tile_of(choice), choice.split) == (MATMUL_HOPPER, tile, split)
 
 
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, 33), (128, 65), (96, None)])
+def test_rope_is_part_of_the_product_where_tiles_of_hopper_have_whole_heads(head_dim, rows):
+    for M in (1, 32, 33, 64, 65, 8192):
+        choice = choose_rope(M, 3072, 2048, head_dim, H200)
+        assert (choice is not None) == (rows is not None and rows <= M)
+        assert choice is None or choice.boxes[1] * choice.cluster % head_dim == 0
+        assert not any(choose_rope(M, 3072, 2048, head_dim, device) for device in DEVICES[1:])
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_large_products_with_rope_walk_as_many_rows_as_without_a_cluster(head_dim):
     choice = choose_rope(8192, 3072, 2048, head_dim, H200)
@@ -214,6 +223,21 @@ def test_a_wave_of_blocks_has_each_an_sm_of_its_own():
             choice = choose(M, N, K, device)
             if choice.blocks <= device.num_sms:
                 assert 2 * (choice.smem + 1024) > device.smem_per_block + 1024
+
+
+@pytest.mark.parametrize("M, N", [(16, 128256), (64, 128256), (1, 128256)])
+def test_more_blocks_than_sms_share_them(M, N):
+    """They ask for no more shared memory than they use, unlike those of a single wave."""
+    choice = choose(M, N, 2048, A100)
+    assert choice.blocks > A100.num_sms
+    if M == 1:
+        warps, ring = choice.template
+        assert choice.kernel is MATMUL_FEW_ROWS and choice.threads == 32 * warps
+        return
+    assert choice.kernel is MATMUL and not choice.pdl
+    rows, cols, warps_m, warps_n, stages = choice.template
+    assert choice.threads == 32 * warps_m * warps_n
+    assert choice.smem == stages * (rows + cols) * 64 * 2
 
 
 @pytest.mark.parametrize("tile", LARGE_US)
