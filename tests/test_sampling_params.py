@@ -205,7 +205,10 @@ def test_bad_words_as_they_are_at_the_start_and_after_a_space(words, ids):
     assert bad_word_ids(words, WORDS.__getitem__) == ids
 
 
-def test_bad_words_of_too_many_tokens():
+def test_bad_words_of_too_many_or_no_tokens():
+    assert bad_word_ids(["word"], lambda text: range(7)) == [tuple(range(7))]
+    with pytest.raises(InputError, match=r"bad_words\[0\]=' ' has 0 tokens: must have from 1 to 7"):
+        bad_word_ids([" "], lambda text: [])
     with pytest.raises(InputError, match=r"bad_words\[1\]='long' has 8 tokens: .* 1 to 7"):
         bad_word_ids(["cat", "long"], WORDS.__getitem__)
 

@@ -106,8 +106,11 @@ def test_cells_and_requests_of_a_hard_case(swap_blocks, looks):
         for shown, request in zip(view.requests, requests, strict=True):
             states[shown.state] += 1
             assert shown.label == FIRST_LABEL + request.arrival
+            assert shown.prompt_tokens == len(request.prompt_token_ids)
             assert shown.output_tokens == len(request.output_token_ids)
             assert shown.blocks == sum(map(len, request.block_ids))
+            assert shown.host_blocks == sum(map(len, request.host_block_ids))
+            assert shown.preemptions == request.num_preemptions
             assert (shown.state == "swapped") == (request.status is RequestStatus.SWAPPED)
     assert seen[FREE] and seen[CACHED] and seen[SHARED] and seen[FIRST_LABEL]
     if looks == 0.9:

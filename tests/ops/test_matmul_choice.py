@@ -231,7 +231,7 @@ def test_more_blocks_than_sms_share_them(M, N):
     choice = choose(M, N, 2048, A100)
     assert choice.blocks > A100.num_sms
     if M == 1:
-        warps, ring = choice.template
+        warps, _ = choice.template
         assert choice.kernel is MATMUL_FEW_ROWS and choice.threads == 32 * warps
         return
     assert choice.kernel is MATMUL and not choice.pdl

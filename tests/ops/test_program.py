@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinyvllm.ops.program import INPUT, OUTPUT, TEMP, Op, Program, concrete, role_of
+from tinyvllm.ops.program import INPUT, OUTPUT, TEMP, Op, Program, concrete, layer_of, role_of
 from tinyvllm.util import DType
 
 
@@ -108,3 +108,4 @@ def test_concrete_fills_in_sizes():
 def test_role_is_the_name_without_the_layer():
     assert role_of("layer12.q_proj+") == role_of("layer3.q_proj+") == "q_proj+"
     assert role_of("hidden") == "hidden"
+    assert [layer_of(name) for name in ("layer12.q", "layer0.q", "hidden")] == [12, 0, None]
