@@ -9,6 +9,7 @@ from tinyvllm.driver.compiler import cuda_src_dir
 from tinyvllm.driver.spec import DeviceInfo
 from tinyvllm.ops import matmul_tiles
 from tinyvllm.ops.matmul_choice import choose, choose_rope
+from tinyvllm.ops.matmul_choice_hopper import _hopper_splits
 from tinyvllm.ops.matmul_kernels import (
     MATMUL,
     MATMUL_FEW_ROWS,
@@ -173,6 +174,29 @@ def test_large_products_with_rope_walk_as_many_rows_as_without_a_cluster(head_di
     assert (tile.rows, tile.cols, tile.cluster, choice.group) == (128, 256, 2, 8)
     small = choose_rope(1024, 3072, 2048, 64, H200)
     assert (*small.boxes, small.cluster, small.group) == (128, 192, 1, 16)
+
+
+@pytest.mark.parametrize(
+    "tiles, K, splits",
+    [
+        (16, 8192, [1, 2, 3, 4, 5, 6]),  # 99 of 132 SMs for clusters, but pairs and fives
+        (17, 8192, [1, 2, 3, 4, 5]),
+        (22, 8192, [1, 2, 3, 4, 5]),  # 110, the most for fives
+        (23, 8192, [1, 2, 3, 4]),
+        (24, 8192, [1, 2, 3, 4]),  # 96
+        (25, 8192, [1, 2, 3]),
+        (33, 8192, [1, 2, 3]),
+        (34, 8192, [1, 2]),
+        (66, 8192, [1, 2]),
+        (67, 8192, [1]),
+        (16, 3 * 512, [1, 2, 3]),  # 512 elements of K, 8 stages, for each
+        (16, 3 * 512 - 64, [1, 2]),
+        (16, 40, [1]),
+    ],
+)
+def test_k_is_split_over_clusters_that_find_their_places(tiles, K, splits):
+    tile = matmul_tiles.HopperTile(1, 1, 64, 12)
+    assert _hopper_splits(tile, 64, 64 * tiles, K, H200) == splits
 
 
 def test_no_block_of_a_cluster_that_shares_weights_is_without_rows():
