@@ -1,7 +1,7 @@
 import pytest
 
 from tinyvllm.engine.block_tables import BlockTables
-from tinyvllm.engine.request import Request
+from tinyvllm.engine.request import Request, RequestStatus
 from tinyvllm.memory.blocks import BlockManager
 from tinyvllm.sampling_params import SamplingParams
 
@@ -56,6 +56,16 @@ def test_a_plan_counts_blocks_that_come_into_use(num_kept, start, num_blocks):
     assert (plan.start, plan.num_blocks) == (start, 3)
     assert request.num_cached_tokens == start
     tables.check_integrity([request])
+
+
+def test_who_must_see_each_token_shares_none_but_on_the_return_from_the_swap_space():
+    tables = BlockTables(BlockManager(20, 4), prefix_caching=True)
+    other, _, _ = begin(tables, 0, 8)
+    tables.keep(other, 8)
+    request = Request("a", list(range(9)), SamplingParams(prompt_logprobs=1))
+    assert tables.plan(request, None).start == 0
+    request.status = RequestStatus.SWAPPED
+    assert tables.plan(request, None).start == 8
 
 
 def test_what_follows_an_evicted_twin_is_not_kept():

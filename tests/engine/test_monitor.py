@@ -64,9 +64,10 @@ def test_a_line_each_interval_while_something_runs(monitored, caplog):
     assert len(lines(caplog, logging.INFO)) == 3
 
 
-def test_no_line_and_no_warning_when_it_is_off(scheduler, monitored, caplog):
+def test_no_line_and_no_warning_when_it_is_off(scheduler, caplog):
     caplog.set_level(logging.INFO, "tinyvllm")
-    monitor, clock = monitored(log=False)
+    clock, no_backend = Clock(), SimpleNamespace()  # no snapshot is made, either
+    monitor = Monitor(scheduler, no_backend, log=False, clock=clock)
     monitor.resumed()
     clock.now += 3 * LOG_INTERVAL
     scheduler.blocks.allocate(99)
@@ -173,6 +174,16 @@ def test_what_a_line_says(monitored):
         "Swap out / in: 50.0 / 40.0 GB/s of 55.2 / 55.1, 512.00 MiB of 4.00 GiB used, "
         "Preemptions: 4 swap, 5 recompute"
     )
+    _, now = snapshots(monitor)
+    later = dataclasses.replace(
+        now,
+        prefill_tokens=2300,
+        generation_tokens=600,
+        swap=dataclasses.replace(now.swap, in_bytes=25 * 10**9, in_seconds=0.75),
+    )
+    line = log_line(now, later, 10.0)
+    assert "prompt throughput: 30.0 tokens/s, Avg generation throughput: 10.0 tokens/s" in line
+    assert "Swap out / in: 0.0 / 20.0 GB/s" in line, "of the interval alone"
     idle = log_line(*[monitor.stats()] * 2, 10.0)
     assert "Swap out" not in idle and "Preemptions" not in idle
 

@@ -152,15 +152,15 @@ def test_copies_of_what_is_no_longer_the_next_victim_make_room():
 
 @pytest.mark.parametrize("decoding", [True, False])
 def test_copies_give_way_as_far_as_needed_but_the_victims_and_those_on_their_way_back(decoding):
-    """A swap space of 8 blocks holds 2 copies of each of four requests."""
-    scheduler = make_scheduler(20, swap_blocks=8, polls=0, preemption_mode="swap")
+    """A swap space of 16 blocks holds 2 copies a group of each of four requests."""
+    scheduler = make_scheduler(40, num_groups=2, swap_blocks=16, polls=0, preemption_mode="swap")
     ToyDevice(scheduler)
     for name in ("urgent", "back", "old", "victim"):
         request = make_request(name, range(14), max_tokens=9)
         scheduler.add(request)
         scheduler.waiting.remove(request)
         scheduler.running.append(request)
-        request.block_ids = [scheduler.blocks.allocate(4)]
+        request.block_ids = [scheduler.blocks.allocate(4) for _ in range(2)]
         request.decoding, request.returning = name != "back", name == "back"
         scheduler.swaps.copy_out(request, 2)
     scheduler.end_copies()
@@ -174,10 +174,30 @@ def test_copies_give_way_as_far_as_needed_but_the_victims_and_those_on_their_way
     if not decoding:
         assert (choice[0], copies()) == ("recompute", [2, 2, 2, 2]), "it needs no copies"
         return
-    assert (choice[0], copies()) == ("swap", [0, 2, 2, 2])
+    assert (choice[0], copies()) == ("swap", [0, 2, 2, 2]), "4 are free, and needed"
+    choice = scheduler._choose(victim, 5)
+    assert (choice[0], copies()) == ("swap", [0, 2, 0, 2]), "6 are needed, 8 free"
     choice = scheduler._choose(victim, 8)
-    assert choice == ("recompute", "swap space full: 6 blocks needed, 4 free")
+    assert choice == ("recompute", "swap space full: 12 blocks needed, 8 free")
     assert copies() == [0, 2, 0, 2]
+
+
+def test_nobody_else_is_preempted_for_blocks_that_a_copy_is_about_to_free():
+    """Two blocks of `d` are being copied, one each for `a` and `b`; `c` finds none."""
+    scheduler = make_scheduler(8, block_size=2, swap_blocks=8, preemption_mode="swap")
+    device = ToyDevice(scheduler)
+    requests = [make_request(name, [5, 6, 7], max_tokens=9) for name in "abcd"]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(2):
+        step_once(scheduler, device)
+    assert scheduler.blocks.num_free == 0
+    assert scheduler.schedule() is None, "all wait"
+    assert ids(scheduler.running) == ["a", "b"]
+    assert [request.num_preemptions for request in requests] == [0, 0, 1, 1]
+    run_all(scheduler, device)
+    for request in requests:
+        assert request.output_token_ids == expected_output(request, scheduler)[0]
 
 
 def test_a_request_whose_copy_fails_ends_and_the_event_says_why():

@@ -29,7 +29,8 @@ def filled_slots(scheduler):
 def test_empty_slots_are_those_of_each_block_counted_once(seed):
     """Random requests with shared prefixes and several samples each, under preemption."""
     rng = random.Random(seed)
-    blocks = BlockManager(20, 8)
+    groups = 1 + seed % 2
+    blocks = BlockManager(20 * groups, 8, groups)
     scheduler = make_scheduler(blocks, seqs=6, budget=48, max_len=120)
     prefix, shared = [1] * 20, 0
     for i in range(16):
@@ -68,6 +69,7 @@ def test_snapshots_of_an_engine(engine):
     assert stats.kv_blocks_free == stats.kv_blocks_total == engine.backend.memory.num_blocks
     assert stats.fragmentation == stats.kv_cache_usage == stats.prefix_cache_hit_rate == 0
     assert stats.swap.out_rate == stats.swap.in_rate == 0
+    assert stats.swap.plain_out_rate == stats.swap.plain_in_rate == 0
 
     params = SamplingParams(max_tokens=8, ignore_eos=True, n=2, seed=1)
     prompt = list(range(3, 40))
@@ -136,7 +138,10 @@ def test_snapshots_under_preemption(golden, mode):
     if mode == "swap":
         assert swapped and stats.num_preemptions_swap and not stats.num_preemptions_recompute
         assert stats.swap.in_bytes and stats.swap.in_bytes % engine.backend.memory.block_bytes == 0
-        assert stats.swap.out_rate and stats.swap.plain_out_rate and stats.swap.num_stalls == 1
+        assert stats.swap.out_rate and stats.swap.in_rate and stats.swap.num_stalls == 1
+        plain = engine.backend.swapper.stats
+        assert stats.swap.plain_out_rate == plain.plain_out_rate > 0
+        assert stats.swap.plain_in_rate == plain.plain_in_rate > 0
         assert stats.prefill_tokens == stats.prompt_tokens
     else:
         assert not swapped and not stats.num_preemptions_swap and stats.num_preemptions_recompute
