@@ -30,6 +30,10 @@ def test_no_more_blocks_than_are_useful():
     assert plan_memory(**SIZES, max_blocks_useful=10**9).num_blocks == 24 * 2048
 
 
+def test_no_fewer_blocks_than_are_needed():
+    assert plan_memory(**SIZES, min_blocks=5, max_blocks_useful=3).num_blocks == 5
+
+
 def test_override_is_taken_exactly():
     assert plan_memory(**SIZES, override=7, max_blocks_useful=3).num_blocks == 7
     with pytest.raises(InputError, match="49153 KV blocks"):
@@ -55,6 +59,16 @@ def test_error_shows_the_table_and_what_to_change():
     assert "2 KV blocks are needed, and 26.00 GiB are missing" in text
     assert "weights" in text and "60.00 GiB" in text
     assert "gpu_memory_utilization (now 0.5)" in text and "max_model_len" in text
+    assert "num_gpu_blocks_override" not in text
+
+
+def test_advice_is_of_what_can_be_changed():
+    whole = {**SIZES, "free_bytes": GIB, "gpu_memory_utilization": 1.0, "weights_bytes": MIB}
+    with pytest.raises(InputError, match=r"num_gpu_blocks_override \(now 7\)") as caught:
+        plan_memory(**whole, override=7)
+    assert "Raise" not in str(caught.value)
+    with pytest.raises(InputError, match="use a smaller model"):
+        plan_memory(**{**SIZES, "free_bytes": 0})
 
 
 def test_weights_larger_than_the_device():

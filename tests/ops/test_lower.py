@@ -284,14 +284,23 @@ def test_rope_of_separate_products_is_not_fused(only):
     assert kinds(only(p, fuse_rope_kv_write)) == kinds(p)
 
 
-def test_ropes_of_different_frequencies_are_not_fused(only):
+@pytest.mark.parametrize(
+    ("op", "operand", "other"),
+    [
+        ("rope", "inv_freq", "frequencies"),  # of k
+        ("rope", "positions", "places"),
+        ("kv_write", "positions", "places"),
+        ("kv_write", "k", "rq2"),
+    ],
+)
+def test_ropes_and_writes_of_different_things_are_not_fused(only, op, operand, other):
     p, _ = rope_write()
-    p.constant("other", RopeConfig(theta=5.0).inv_freq(64))
-    rope_k = next(i for i, op in enumerate(p.ops) if op.operands.get("y") == "rk")
-    changed = dataclasses.replace(
-        p.ops[rope_k], operands={**p.ops[rope_k].operands, "inv_freq": "other"}
-    )
-    p.ops[rope_k] = changed
+    p.constant("frequencies", RopeConfig(theta=5.0).inv_freq(64))
+    p.buffer("places", ("T",), DType.I32, INPUT)
+    p.buffer("rq2", ("T", 64), kind=INPUT)
+    last = max(i for i, one in enumerate(p.ops) if one.kind == op)
+    operands = {**p.ops[last].operands, operand: other}
+    p.ops[last] = dataclasses.replace(p.ops[last], operands=operands)
     lowered = only(p, merge_qkv, fuse_rope_kv_write)
     assert kinds(lowered) == ["matmul", "rope", "rope", "kv_write"]
 
