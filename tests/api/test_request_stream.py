@@ -3,8 +3,12 @@
 import asyncio
 import random
 
+import pytest
+
 from tinyvllm.api.request_stream import RequestStream
+from tinyvllm.api.wire import Head
 from tinyvllm.model.synthetic_tokenizer import SyntheticTokenizer
+from tinyvllm.outputs import CompletionOutput
 from tinyvllm.sampling_params import SamplingParams
 
 TEXT = "naïve é😀漢字 \U0001f468\u200d\U0001f469\u200d\U0001f467 end"
@@ -54,3 +58,32 @@ def test_a_request_ends_with_its_last_sequence():
     stream.add(row(0, [67], "length"))
     last = asyncio.run(stream.take())
     assert last.finished and last.outputs[0].text == "BC"
+
+
+def test_rows_that_wait_are_joined_and_come_with_what_is_known_of_the_request():
+    stream = stream_of(SamplingParams(n=2, stop=["x"], logprobs=0, prompt_logprobs=0))
+    stream.begin(Head(7, num_cached_tokens=5, prompt_logprobs=[None], queue_seconds=0.25))
+    one, two, three = ({token: token / 10} for token in (65, 66, 67))
+    stream.add((7, 1, [65], "A", -1.0, [one], None, None))
+    stream.add((7, 0, [67], "C", -4.0, [three], None, None))
+    stream.add((7, 1, [66], "B", -3.0, [two], "stop", "x"))
+    news = asyncio.run(stream.take())
+    assert (news.request_id, news.prompt, news.prompt_token_ids) == ("x", "p", [112])
+    assert (news.num_cached_tokens, news.prompt_logprobs) == (5, [None])
+    assert news.queue_seconds == 0.25 and not news.finished
+    assert news.outputs == [
+        CompletionOutput(0, "C", [67], -4.0, [three], None, None),
+        CompletionOutput(1, "AB", [65, 66], -3.0, [one, two], "stop", "x"),
+    ]
+    stream.add((7, 0, [68], "D", -5.0, [one], "length", None))
+    news = asyncio.run(stream.take())
+    assert news.finished
+    assert news.outputs == [CompletionOutput(0, "D", [68], -5.0, [one], "length", None)]
+
+
+def test_an_error_ends_the_request_and_is_raised():
+    stream = stream_of(SamplingParams(n=2))
+    stream.fail(RuntimeError("the engine is gone"))
+    assert stream.finished
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        asyncio.run(stream.take())

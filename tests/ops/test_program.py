@@ -87,6 +87,7 @@ def test_accesses_are_buffers_with_views_resolved(p):
 
 
 def test_of_kind_skips_views_and_keeps_the_order(p):
+    p.buffers["left"] = replace(p.buffers["x"], name="left", shape=("T", 8), parent="x")
     assert [b.name for b in p.of_kind(INPUT)] == ["x", "ids"]
     assert list(p.of_kind(OUTPUT)) == []
 
@@ -99,6 +100,20 @@ def test_with_ops_keeps_only_what_is_used(p):
     assert set(smaller.buffers) == {"x", "h"}
     assert set(smaller.weights) == {"norm"}
     assert set(p.buffers) == {"x", "ids", "h", "y"}, "the original is untouched"
+    assert smaller.constants.keys() == {"c"} and smaller.shape_of("c") == (3,)
+
+
+def test_with_ops_keeps_what_views_are_columns_of_and_what_lies_between_parts(p):
+    p.emit("matmul", "y", x="x", weight="w")
+    p.buffers["left"] = replace(p.buffers["x"], name="left", shape=("T", 24), parent="y")
+    for name in ("between", "inside", "z"):
+        p.buffer(name, ("T", 24))
+    parts = (
+        Op("add", {"a": "left", "b": "left", "y": "inside"}),
+        Op("add", {"a": "inside", "b": "left", "y": "between"}),
+    )
+    fused = Op("add", {"a": "left", "b": "left", "y": "z"}, {}, parts, (p.buffers["inside"],))
+    assert set(p.with_ops([fused]).buffers) == {"y", "left", "between", "z"}
 
 
 def test_concrete_fills_in_sizes():
