@@ -7,6 +7,8 @@ import pytest
 from harness import pack, run_numpy
 
 from tinyvllm.model.config import RopeConfig
+from tinyvllm.model.presets import PRESETS
+from tinyvllm.model.programs import step_program
 from tinyvllm.ops.lower import (
     GATE_UP_INTERLEAVE,
     RULES,
@@ -303,6 +305,18 @@ def test_ropes_and_writes_of_different_things_are_not_fused(only, op, operand, o
     p.ops[last] = dataclasses.replace(p.ops[last], operands=operands)
     lowered = only(p, merge_qkv, fuse_rope_kv_write)
     assert kinds(lowered) == ["matmul", "rope", "rope", "kv_write"]
+
+
+def test_attention_brings_the_weights_of_its_own_layers_gate_and_up_products():
+    model = dataclasses.replace(PRESETS["llama-3.2-1b"], num_hidden_layers=2, vocab_size=1000)
+    program = lower(step_program(model, "step", block_size=16, phase="decode"), "decode")
+    ahead = [op.operands["ahead"] for op in program.ops if op.kind == "rope_attention"]
+    assert [program.weights[name].parts for name in ahead] == [
+        tuple(f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        for layer in range(2)
+    ]
+    prefill = lower(step_program(model, "step", block_size=16, phase="prefill"), "prefill")
+    assert not any("ahead" in op.operands for op in prefill.ops)
 
 
 # Residual adds.

@@ -69,6 +69,15 @@ def test_a_norm_that_is_read_again_stays_apart(fused):
     assert kinds == ["rms_norm", "matmul", "add"]
 
 
+def test_a_norm_that_no_product_reads_stays_apart(fused):
+    p = Program("t")
+    p.buffer("x", ("T", 40), kind=INPUT)
+    p.buffer("rows", ("S",), DType.I32, INPUT)
+    p.emit("rms_norm", "h", x="x", weight=p.weight("norm", 40), eps=1e-5)
+    p.emit("select_rows", "y", x="h", index="rows", out_kind=OUTPUT)
+    assert [op.kind for op in fused(p).ops] == ["rms_norm", "select_rows"]
+
+
 def launches(fused, M, act=DType.BF16):
     program = fused(normed_product(2048, 2048, silu=True))
     return op_def("norm_matmul_silu_mul").launches(
