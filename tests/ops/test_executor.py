@@ -156,3 +156,11 @@ def test_a_primitive_inside_a_fused_op_must_not_read_too_late():
     p.ops.append(late)
     with pytest.raises(ValueError, match=r"chain: op 4 \(add\) reads a after its last use"):
         check_reads(p, {"a": 3, "layer0.b": 2, "y": 3, "x": 4})
+    with pytest.raises(ValueError, match="reads a after its last use"):
+        lifetimes(p, {"T": 3}, DType.BF16, None)
+
+
+def test_a_buffer_that_no_op_uses_has_no_place():
+    p = chain()
+    p.buffer("never", ("T", 8))
+    assert "never" not in {b.name for b in lifetimes(p, {"T": 3}, DType.BF16, None)}
