@@ -45,5 +45,7 @@ if __name__ == "__main__":
         main()
     except InputError as error:
         sys.exit(f"{error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # the reader of a pipe went away; nor may the flush at exit complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,6 +14,7 @@ for part in ("imports", "weights", "weights"):
     print("start: " + part, "not a part", sep="\\n", file=sys.stderr, flush=True)
 time.sleep(0.1)
 print("token", flush=True)
+time.sleep(1)  # until the parent has seen it, on a busy machine too
 print("start: after the token", file=sys.stderr, flush=True)
 """
 

@@ -45,3 +45,23 @@ def test_a_host_without_an_address_is_an_error():
         bind(ServeConfig(host="no-such-host.invalid"))
     with bind(ServeConfig(port=0)) as sock:
         assert sock.getsockname()[0] == "127.0.0.1" and sock.getsockname()[1] > 0
+
+
+def test_the_default_model_is_served_by_its_name_and_not_by_its_path(monkeypatch):
+    from tinyvllm.api.async_llm import AsyncLLM
+    from tinyvllm.serve import server
+
+    served = []
+    monkeypatch.setattr("tinyvllm.model.hub.default_model", lambda: "/home/me/a.gguf")
+    monkeypatch.setattr("tinyvllm.cli.serve.EngineProcess", lambda config: config)
+    monkeypatch.setattr(AsyncLLM, "from_process", lambda process: process)
+    monkeypatch.setattr(
+        server, "run", lambda llm, sock, config, verbose: served.append((llm, config)) or 0
+    )
+    for options in ([], ["--served-model-name", "mine"]):
+        assert main(["serve", "--port", "0", *options]) == 0
+    (llm, config), (_, named) = served
+    assert llm.model == "/home/me/a.gguf"
+    names = ("SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert config.served_model_name == names
+    assert named.served_model_name == ("mine",)

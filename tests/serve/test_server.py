@@ -73,6 +73,7 @@ def test_sigterm_lets_requests_end_and_refuses_new_ones(model):
         assert json.loads(lines[-2])["choices"][0]["finish_reason"] == "length"
         status, log = server.wait()
         assert status == 0 and "Traceback" not in log
+        assert "stopping when the requests under way have ended, in 30 s at the latest" in log
         assert is_gone(engine)
 
 

@@ -94,7 +94,7 @@ def _row(
 
 
 HEADER = (
-    f"{'load':<12} {'seqs':>5} {'tokens':>6} {'run':>3} {'s':>7} {'floor':>6} {'ratio':>5} "
+    f"{'load':<12} {'seqs':>5} {'tokens':>6} {'run':>3} {'s':>7} {'floor':>6} {'ratio':>7} "
     f"{'out tok/s':>9} {'tok/s':>8} {'req/s':>6} {'TTFT p50':>9} {'p99 ms':>8} {'TBT p50':>8} "
     f"{'p99':>7} {'max ms':>7} {'preempt':>7} {'steps':>6} {'prompts':>7} {'late':>5} "
     f"{'host s':>7} {'waited':>7}"
@@ -104,7 +104,7 @@ HEADER = (
 def _line(load: Load, setting: Setting, run: int, r: LoadResult, floor: float) -> str:
     return (
         f"{load.name:<12} {setting.max_num_seqs:>5} {setting.max_num_batched_tokens:>6} {run:>3} "
-        f"{r.seconds:>7.3f} {floor:>6.3f} {r.seconds / floor:>5.2f} "
+        f"{r.seconds:>7.3f} {floor:>6.3f} {r.seconds / floor:>7.2f} "
         f"{r.output_tokens_per_s:>9.0f} {r.total_tokens_per_s:>8.0f} {r.requests_per_s:>6.1f} "
         f"{r.ttft.p50:>9.1f} {r.ttft.p99:>8.1f} {r.tbt.p50:>8.2f} {r.tbt.p99:>7.2f} "
         f"{r.tbt.max:>7.1f} {r.num_preemptions:>7} {r.num_steps:>6} {r.num_prompt_steps:>7} "

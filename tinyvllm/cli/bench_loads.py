@@ -31,7 +31,7 @@ def _add_startup(kinds: Commands) -> None:
     parser.add_argument(
         "--runs", type=int, default=3, help="how many starts with a warm kernel cache"
     )
-    finish(parser, run_startup)
+    finish(parser, run_startup, runs_on_cpu=True)
 
 
 def run_startup(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -51,7 +51,7 @@ def _add_serve(kinds: Commands) -> None:
     parser.add_argument("--first-token-clients", help="the same for times to first token", **firsts)
     parser.add_argument("--first-token-requests", type=int, default=8, help="by each of these")
     parser.add_argument("--starts", type=int, default=2, help="how often to start the server")
-    finish(parser, run_serve, as_json=True)
+    finish(parser, run_serve, as_json=True, runs_on_cpu=True)
 
 
 def run_serve(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -68,7 +68,8 @@ def run_serve(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _add_load(kinds: Commands) -> None:
-    finish(kinds.add_parser("load", help="rate of loading safetensors onto the GPU"), run_load)
+    parser = kinds.add_parser("load", help="rate of loading safetensors onto the GPU")
+    finish(parser, run_load, runs_on_cpu=True)
 
 
 def run_load(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -169,7 +170,7 @@ def _add_sweep(kinds: Commands) -> None:
     parser.add_argument(
         "--simulate", action="store_true", help="waste of block sizes alone: needs no device"
     )
-    finish(parser, run_sweep, as_json=True)
+    finish(parser, run_sweep, as_json=True, runs_on_cpu=True)
 
 
 def run_sweep(args: argparse.Namespace, config: EngineConfig) -> None:
@@ -204,7 +205,7 @@ def _add_preemption(kinds: Commands) -> None:
     parser.add_argument(
         "--block-sizes", type=int, nargs="+", default=[8, 16, 32, 64], help="tokens"
     )
-    finish(parser, run_preemption, as_json=True)
+    finish(parser, run_preemption, as_json=True, runs_on_cpu=True)
 
 
 def run_preemption(args: argparse.Namespace, config: EngineConfig) -> None:

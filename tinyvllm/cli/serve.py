@@ -35,8 +35,11 @@ def run_serve(args: argparse.Namespace) -> int:
     args.model = args.model_tag or args.model
     if not args.model:
         from tinyvllm.model.hub import default_model
+        from tinyvllm.model.smollm2 import HUB_NAME
 
         args.model = default_model()
+        # Not by the file's path, which is nobody's business.
+        args.served_model_name = args.served_model_name or [HUB_NAME.split("/")[1], HUB_NAME]
     if args.api_key is None:  # an empty one is refused: it was meant to close the door
         args.api_key = os.environ.pop("TINYVLLM_API_KEY", None)  # no business of the engine
     config = from_args(EngineConfig, args)

@@ -93,6 +93,13 @@ async def _run(llm: AsyncLLM, sock: socket.socket, config: ServeConfig, verbose:
         print(f"tinyvllm: the engine has ended: {llm.dead_error}", file=sys.stderr, flush=True)
         await asyncio.sleep(_LAST_WORDS_S)
     elif not serving.done():
+        if not state.idle.is_set():
+            print(
+                f"tinyvllm: stopping when the requests under way have ended, in "
+                f"{config.shutdown_timeout:g} s at the latest; at once after another signal",
+                file=sys.stderr,
+                flush=True,
+            )
         drained = asyncio.create_task(state.idle.wait())
         hurried = asyncio.create_task(server.asked_twice.wait())
         await asyncio.wait(
