@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from tinyvllm.bench.command import options_of
 from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.util import START_PREFIX
 
@@ -32,12 +33,7 @@ def bench_startup(config: EngineConfig, runs: int) -> None:
         "--verbose",
         "generate",
         "Hello",
-        "--model",
-        config.model,
-        "--load-format",
-        config.load_format,
-        "--device",
-        config.device,
+        *options_of(config),
         "--max-tokens",
         "2",
         "--ignore-eos",
