@@ -131,10 +131,10 @@ def test_launch_takes_grid_and_cluster_from_the_choice():
 
 def test_large_tiles_of_the_widest_rows_that_there_may_be():
     portable = replace(H200, kernel_path="portable")
-    launch = matmul.matmul_launch(operands(1024, 1024, 1 << 20), portable)
+    launch = matmul.matmul_launch(operands(1024, 2048, 1 << 20), portable)
     assert launch.spec.kernel.entry == "matmul_large_kernel"
     with pytest.raises(AssertionError):
-        matmul.matmul_launch(operands(1024, 1024, 1 << 24), portable)
+        matmul.matmul_launch(operands(1024, 2048, 1 << 24), portable)
 
 
 def test_maps_do_not_depend_on_the_number_of_rows():

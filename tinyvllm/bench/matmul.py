@@ -58,8 +58,8 @@ def bench_matmul(
 ) -> None:
     """Times products of each number of rows with weights of each shape (N, K).
 
-    Sizes are those that models and steps may have. Without shapes, those of the model's layers. With `torch`, in turns with cuBLAS on the same
-    arrays.
+    Without shapes, those of the model's layers. With `torch`, in turns with cuBLAS on the same
+    arrays. InputError for sizes that no model or step has.
     """
     if not shapes:
         model = resolve_model(config.model, config.load_format, config.revision)
