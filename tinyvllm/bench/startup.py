@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -33,7 +34,8 @@ def bench_startup(config: EngineConfig, runs: int) -> None:
         "--verbose",
         "generate",
         "Hello",
-        *options_of(config),
+        # As users start it: it waits for no kernel but those of its first steps.
+        *options_of(replace(config, wait_for_kernels=False)),
         "--max-tokens",
         "2",
         "--ignore-eos",
