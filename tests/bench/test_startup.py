@@ -1,5 +1,6 @@
 """The parts of a start are told apart by the log of the process."""
 
+import itertools
 import sys
 
 import pytest
@@ -48,7 +49,7 @@ def test_what_is_started_has_the_options_that_were_given(monkeypatch):
     for command in commands:
         given = command[command.index("Hello") + 1 : command.index("--max-tokens")]
         assert "--no-enable-prefix-caching" in given and "--load-format" in given
-        pairs = set(zip(given, given[1:], strict=False))
+        pairs = set(itertools.pairwise(given))
         assert {("--model", "smollm2-135m"), ("--kernel-path", "portable")} <= pairs
 
 
