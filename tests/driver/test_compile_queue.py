@@ -105,18 +105,23 @@ import threading, time
 from tinyvllm.driver import compile_queue
 from tinyvllm.driver.spec import Kernel
 
+begun = threading.Event()
+
 def compiled(spec, arch, cache):
     print(spec.name, flush=True)
-    time.sleep(0.2)
+    begun.set()
+    threading.main_thread().join()
 
 compile_queue.compile_spec = compiled
 specs = [Kernel("k.cu", "k", "i32 n")(n) for n in range(40)]
 queue = compile_queue.CompileQueue("sm_90a", None, jobs=1)
 for spec in specs:
     queue.put(spec)
+begun.wait()
 if {waits}:
     threading.Thread(target=lambda: print(len(queue.get([specs[7], specs[39]])))).start()
-time.sleep(0.1)
+    while not queue._waiting[specs[39]]:
+        time.sleep(0.001)
 """
 
 
