@@ -54,3 +54,11 @@ def test_the_limit_itself_is_allowed():
 def test_the_gpu_that_is_asked_for():
     numbers = {"auto": 0, "cuda": 0, "cuda:3": 3, "cpu": None}
     assert {name: EngineConfig(device=name).gpu_index for name in numbers} == numbers
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:-1", "cuda:1 ", "cuda:²", "cuda:٣"])
+def test_a_device_that_cannot_be(device):
+    with pytest.raises(InputError, match=f"device={device!r}: must be auto, cpu, cuda or cuda:N"):
+        EngineConfig(device=device)
+    with pytest.raises(InputError, match="must be auto, cpu, cuda or cuda:N"):
+        EngineConfig(device="cuda:" + "9" * 5000)

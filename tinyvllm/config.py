@@ -145,8 +145,7 @@ class EngineConfig:
             value = getattr(self, f.name)
             if isinstance(f.default, bool) or (f.name == "async_scheduling" and value is not None):
                 check_bool(f.name, value)
-        name, _, index = self.device.partition(":")
-        if self.device not in ("auto", "cpu", "cuda") and not (name == "cuda" and index.isdigit()):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,9})?", self.device):
             raise InputError(f"device={self.device!r}: must be auto, cpu, cuda or cuda:N")
 
     @property

@@ -40,8 +40,11 @@ def test_a_row_is_printed_with_and_without_its_rival():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--rows", "0"], "rows=0: must be at least 1"),
-        (["--shapes", "0x64"], "N=0: must be at least 1"),
+        (["--rows", "0"], "rows=0: must be from 1 to 1048576"),
+        (["--rows", "64", "1048577"], "rows=1048577: must be from 1 to 1048576"),
+        (["--shapes", "0x64"], "N=0: must be from 1 to 4194304"),
+        (["--shapes", "64x0"], "K=0: must be from 8 to 1048576"),
+        (["--shapes", "64x64", "64x16777216"], "K=16777216: must be from 8 to 1048576"),
         (["--shapes", "64x12"], "K=12: must be a multiple of 8"),
     ],
 )

@@ -1,10 +1,13 @@
 """The parts of a start are told apart by the log of the process."""
 
+import itertools
 import sys
 
 import pytest
 
+from tinyvllm.bench import startup
 from tinyvllm.bench.startup import FIRST_STEP, bench_startup, start_parts
+from tinyvllm.cli.main import main
 from tinyvllm.config import EngineConfig
 
 CHILD = """
@@ -30,6 +33,25 @@ def test_a_process_that_prints_nothing_is_an_error_with_its_log():
     command = [sys.executable, "-c", "import sys; sys.exit('start: no model')"]
     with pytest.raises(RuntimeError, match="no model"):
         start_parts(command, {})
+
+
+def test_what_is_started_has_the_options_that_were_given(monkeypatch):
+    commands = []
+
+    def started(command, environment):
+        commands.append(command)
+        return {FIRST_STEP: 1.0}
+
+    monkeypatch.setattr(startup, "start_parts", started)
+    options = ["--model", "smollm2-135m", "--kernel-path", "portable", "--no-enable-prefix-caching"]
+    assert main(["bench", "startup", "--runs", "1", *options]) == 0
+    waits = [command.count("--wait-for-kernels") for command in commands]
+    assert waits == [0, 0, 1, 0]  # byte code, empty cache, the rest of the cache, warm
+    for command in commands:
+        given = command[command.index("Hello") + 1 : command.index("--max-tokens")]
+        assert "--no-enable-prefix-caching" in given and "--load-format" in given
+        pairs = set(itertools.pairwise(given))
+        assert {("--model", "smollm2-135m"), ("--kernel-path", "portable")} <= pairs
 
 
 def test_a_table_of_the_parts_follows_the_runs(golden, capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvllm.cli.main import main
+from tinyvllm.cli.main import COMMANDS, main
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
 
@@ -29,6 +29,13 @@ def test_wrong_usage_exits_with_2(argv, capsys):
     assert error.value.code == 2
     err = capsys.readouterr().err
     assert "usage: tinyvllm" in err and len(err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("argv", [["-h"], ["-h", "generate"], ["-v", "--help", "chat"]])
+def test_help_names_all_commands(argv, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(argv)
+    assert set(COMMANDS) <= set(capsys.readouterr().out.split())
 
 
 def generate(golden, *options):

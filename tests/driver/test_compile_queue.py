@@ -1,5 +1,7 @@
 """The order in which kernels are compiled, errors, and the end: with a compiler that is held up."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -96,3 +98,38 @@ def test_closing_waits_for_what_has_begun_and_drops_the_rest(compiler):
         closing.result(timeout=10)
     assert compiler.begun == SPECS[:2]
     queue.close()
+
+
+LEFT_OPEN = """
+import threading, time
+from tinyvllm.driver import compile_queue
+from tinyvllm.driver.spec import Kernel
+
+begun = threading.Event()
+
+def compiled(spec, arch, cache):
+    print(spec.name, flush=True)
+    begun.set()
+    threading.main_thread().join()
+
+compile_queue.compile_spec = compiled
+specs = [Kernel("k.cu", "k", "i32 n")(n) for n in range(40)]
+queue = compile_queue.CompileQueue("sm_90a", None, jobs=1)
+for spec in specs:
+    queue.put(spec)
+begun.wait()
+if {waits}:
+    threading.Thread(target=lambda: print(len(queue.get([specs[7], specs[39]])))).start()
+    while not queue._waiting[specs[39]]:
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_program_that_leaves_it_open_ends_when_what_is_waited_for_is_compiled(waits):
+    program = LEFT_OPEN.format(waits=waits)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert run.stderr == ""
+    assert run.stdout.splitlines() == (["k<0>", "k<7>", "k<39>", "2"] if waits else ["k<0>"])

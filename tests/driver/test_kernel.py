@@ -259,6 +259,28 @@ def test_what_is_requested_later_ends_with_the_loader(fake_loader, monkeypatch):
     assert not taken.acquire(blocking=False)
 
 
+def test_what_is_requested_later_ends_with_the_main_thread(fake_loader, monkeypatch, caplog):
+    """Of a program that leaves its engine open."""
+    loader, _, _ = fake_loader
+    monkeypatch.setattr(kernel, "LATER", 0)
+    main, begun = threading.Event(), threading.Event()
+    main.is_alive = lambda: not main.is_set()
+
+    def endless():
+        for n in itertools.count(1):
+            begun.set()
+            yield KERNEL(32 * n)
+
+    with monkeypatch.context() as patch, KernelLoader(loader.device, loader._cache) as opened:
+        patch.setattr(threading, "main_thread", lambda: main)
+        opened.request_later(endless())
+        assert begun.wait(5) and opened._later.is_alive()
+        main.set()
+        opened._later.join(5)
+        assert not opened._later.is_alive() and not opened._closing.is_set()
+    assert caplog.text == ""
+
+
 @pytest.fixture
 def mix(tmp_path):
     (tmp_path / "mix.cu").write_text(MIX)

@@ -13,6 +13,7 @@ from driving import tokens_of
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
+from tinyvllm.driver.calls import CudaError
 from tinyvllm.driver.kernel import LoadedKernel, _packing
 from tinyvllm.driver.recorder import recording
 from tinyvllm.engine import cuda_backend
@@ -106,6 +107,46 @@ def test_what_is_allocated_is_what_is_planned(engine, fake_gpu):
     memory, arrays = engine.backend.memory, engine.backend.executor.buffers.arrays
     planned = memory.weights + memory.arenas + memory.state + memory.kv
     assert 0 <= planned - fake_gpu.used < 256 * len(arrays)
+
+
+FREED_BY = {
+    "cuDevicePrimaryCtxRetain": "cuDevicePrimaryCtxRelease",
+    "cuStreamCreate": "cuStreamDestroy",
+    "cuEventCreate": "cuEventDestroy",
+    "cuMemPoolCreate": "cuMemPoolDestroy",
+    "cuMemHostAlloc": "cuMemFreeHost",
+}
+
+
+@pytest.mark.parametrize(
+    ("refused", "step"),
+    [
+        ("cuDevicePrimaryCtxRetain", 1),
+        ("cuStreamCreate", 1),
+        ("cuEventCreate", 5),
+        ("cuMemPoolCreate", 1),
+        ("cuMemPoolSetAttribute", 1),
+        ("cuMemHostAlloc", 3),
+    ],
+)
+def test_an_engine_that_cannot_be_opened_leaves_nothing(fake_gpu, model, refused, step):
+    """One of the calls of a function fails, and those after it."""
+    for count in range(0, 100, step):
+        fake_gpu.names.clear()
+        fake_gpu.refused = refused, count
+        try:
+            LLMEngine(EngineConfig(model=str(model), **SIZES)).close()
+        except (CudaError, OutOfMemoryError):
+            opened = False
+        else:
+            opened = True
+        for makes, frees in FREED_BY.items():
+            made = fake_gpu.names.count(makes) - (makes == refused and not opened)
+            assert made == fake_gpu.names.count(frees), (count, makes)
+        assert (fake_gpu.used, fake_gpu.blocks) == (0, {})
+        if opened:
+            break
+    assert 0 < count < 100
 
 
 @pytest.mark.parametrize("level", [1, 2])

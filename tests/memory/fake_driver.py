@@ -21,7 +21,8 @@ class FakeDriver:
 
     `limit` bytes can be allocated, of which `used` are and `reserved` have been since the last
     trim; `pinned` pieces of host memory are held; `names` are the calls in their order. With
-    `fail_at` set, so many allocations on either side succeed, and none after them.
+    `fail_at` set, so many allocations on either side succeed, and none after them; with `refused`,
+    so many calls of the function of that name.
     """
 
     def __init__(self):
@@ -33,6 +34,7 @@ class FakeDriver:
         self.pool_attributes = {}
         self.events_ready = True
         self.fail_at = None
+        self.refused = None  # (name, count)
         self.batches = []  # of copies: the size of each in units of the smallest
         self.batches_supported, self.batch_status = True, 0
 
@@ -41,6 +43,9 @@ class FakeDriver:
 
         def run(*args):
             self.names.append(name)
+            refused, count = self.refused or (None, 0)
+            if name == refused and self.names.count(name) > count:
+                return OUT_OF_MEMORY, None
             result = body(*args) if body else 0
             return result if isinstance(result, tuple) else (result,)
 

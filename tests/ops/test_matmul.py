@@ -129,6 +129,14 @@ def test_launch_takes_grid_and_cluster_from_the_choice():
     assert (launch.grid, launch.cluster) == ((128, 1, 1), 1)
 
 
+def test_large_tiles_of_the_widest_rows_that_there_may_be():
+    portable = replace(H200, kernel_path="portable")
+    launch = matmul.matmul_launch(operands(1024, 2048, 1 << 20), portable)
+    assert launch.spec.kernel.entry == "matmul_large_kernel"
+    with pytest.raises(AssertionError):
+        matmul.matmul_launch(operands(1024, 2048, 1 << 24), portable)
+
+
 def test_maps_do_not_depend_on_the_number_of_rows():
     """They are encoded once for each buffer, whatever the steps bring."""
     few, more = operands(70, 2048, 2048), operands(90, 2048, 2048)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.bench.op_bench import OpBench, opened_device
-from tinyvllm.bench.synthetic import decode_dims
+from tinyvllm.bench.synthetic import check_steps, decode_dims
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device
 from tinyvllm.driver.kernel import PreparedLaunch
@@ -56,6 +56,7 @@ def bench_attention(
 
     Every row has a context of its own, its blocks in random order.
     """
+    check_steps(batches, contexts)
     rows = []
     with opened_device(config, "bench attention") as (device, dtype):
         if not as_json:

@@ -13,7 +13,7 @@ import numpy as np
 from tinyvllm.bench.attention import GROUPS, HEAD_DIMS, KV_HEADS, PagedBench
 from tinyvllm.bench.op_bench import opened_device
 from tinyvllm.bench.rivals import Seconds, Torch, in_turns
-from tinyvllm.bench.synthetic import prefill_dims
+from tinyvllm.bench.synthetic import check_steps, prefill_dims
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device
 from tinyvllm.ops.program import INPUT, OUTPUT, STATE, Program
@@ -51,6 +51,7 @@ def bench_attention_prefill(
     """Times attention of whole prompts, K and V in blocks in random order, for both head sizes and
     1 to 8 query heads a KV head; with `torch`, in turns with cuDNN on the same values, which has K
     and V of a head in one piece."""
+    check_steps(batches, lengths)
     rows = []
     with opened_device(config, "bench attention") as (device, dtype):
         rival = Torch(device.index) if torch else None

@@ -13,8 +13,8 @@ from pathlib import Path
 from tinyvllm.bench.floors import device_rates
 from tinyvllm.bench.kernel_errors import reference_errors
 from tinyvllm.bench.kernels import KernelBench, op_label
-from tinyvllm.bench.synthetic import decode_dims, prefill_dims
-from tinyvllm.config import EngineConfig, check_int
+from tinyvllm.bench.synthetic import check_steps, decode_dims, prefill_dims
+from tinyvllm.config import EngineConfig
 from tinyvllm.driver.cache import CompiledKernel
 from tinyvllm.driver.compiler import compile_all
 from tinyvllm.driver.device import cuda_unavailable
@@ -130,8 +130,7 @@ def _for_step(config: EngineConfig, phase: str, batch: int, context: int) -> Eng
 
     InputError for a step without rows or tokens.
     """
-    check_int("batch", batch, 1, 4096)
-    check_int("context", context, 1, 1 << 20)
+    check_steps([batch], [context])
     longest = context + HEADROOM
     tokens = batch * context if phase == "prefill" else batch
     return replace(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tinyvllm.bench.floors import Rates, device_rates
 from tinyvllm.bench.roofline import roofline_svg
-from tinyvllm.bench.synthetic import SyntheticSteps
+from tinyvllm.bench.synthetic import SyntheticSteps, check_steps
 from tinyvllm.bench.timing import WARMUP_REPLAYS, captured, replay_seconds
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import cuda_unavailable
@@ -217,6 +217,7 @@ def bench_kernels(
     svg: str | None,
 ) -> None:
     """Times each op of a step for each batch and context; with `rows`, padded steps as well."""
+    check_steps(batches, contexts)
     if reason := cuda_unavailable():
         raise InputError(f"bench kernels needs a GPU: {reason}")
     name, rates = device_rates(config)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tinyvllm.api.llm import LLM
 from tinyvllm.bench.floors import device_rates, step_floor
-from tinyvllm.bench.synthetic import SyntheticSteps
+from tinyvllm.bench.synthetic import SyntheticSteps, check_steps
 from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.driver.device import cuda_unavailable
 from tinyvllm.engine.engine import LLMEngine
@@ -50,6 +50,7 @@ def bench_latency(
 
     `host` adds the host's own time in a step, which runs while the device works.
     """
+    check_steps(batches, contexts)
     if reason := cuda_unavailable():
         raise InputError(f"bench latency needs a GPU: {reason}")
     name, rates = device_rates(config)

@@ -59,16 +59,16 @@ def bench_matmul(
     """Times products of each number of rows with weights of each shape (N, K).
 
     Without shapes, those of the model's layers. With `torch`, in turns with cuBLAS on the same
-    arrays.
+    arrays. InputError for sizes that no model or step has.
     """
     if not shapes:
         model = resolve_model(config.model, config.load_format, config.revision)
         shapes = model_shapes(model.config)
     for count in rows:
-        check_int("rows", count, 1, None)
+        check_int("rows", count, 1, 1 << 20)
     for n, k in shapes:
-        check_int("N", n, 1, None)
-        check_int("K", k, 8, None)
+        check_int("N", n, 1, 1 << 22)
+        check_int("K", k, 8, 1 << 20)
         if k % 8:
             raise InputError(f"K={k}: must be a multiple of 8")
     found = []

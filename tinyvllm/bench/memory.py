@@ -13,6 +13,7 @@ import numpy as np
 
 from tinyvllm.api.llm import LLM
 from tinyvllm.bench.latency import MEASURED_STEPS, decode_times
+from tinyvllm.bench.synthetic import check_steps
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.calls import call, driver_api
 from tinyvllm.driver.device import Device, Event, Stream, cuda_unavailable
@@ -62,6 +63,9 @@ def bench_memory(
     Swapped blocks are in random order, so that none are joined to larger copies; while a decode of
     `batch` sequences goes on, and while nothing else does.
     """
+    check_steps([batch], [context])
+    for block_size in block_sizes:
+        replace(config, block_size=block_size)  # refuses those that do not exist
     if reason := cuda_unavailable():
         raise InputError(f"bench memory needs a GPU: {reason}")
     index = config.gpu_index or 0

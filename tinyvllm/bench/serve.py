@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyvllm.api.llm import LLM
+from tinyvllm.bench.command import options_of
 from tinyvllm.bench.serve_client import Job, Result
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.engine.engine import LLMEngine
 from tinyvllm.sampling_params import SamplingParams
 from tinyvllm.util import InputError
@@ -39,14 +40,18 @@ class ServeLoad:
 
 def bench_serve(config: EngineConfig, load: ServeLoad, starts: int, *, as_json: bool) -> None:
     """Prints, or as one JSON object: step times with and without clients, events and tokens a
-    second, times to first token, and the time from the start of the server to its first token."""
+    second, times to first token, and the time from the start of the server to its first token.
+
+    InputError for numbers that are not positive, and for more streams than the engine runs at once.
+    """
+    _check(config, load, starts)
     longest = load.prompt_len + load.max_tokens
     config = dataclasses.replace(config, max_model_len=config.max_model_len or longest)
     alone, vocab_size = _alone(config, load)
     # As users start it: it waits for no kernel but those of its first step. All are in the cache.
     config = dataclasses.replace(config, wait_for_kernels=False)
     seconds = []
-    for start in range(max(1, starts)):
+    for start in range(starts):
         with _server(config) as (port, begin):
             _first_token(port, vocab_size)
             seconds.append(time.perf_counter() - begin)
@@ -59,6 +64,17 @@ def bench_serve(config: EngineConfig, load: ServeLoad, starts: int, *, as_json: 
         print(json.dumps({"starts_s": seconds, "steps": steps, "first_tokens": firsts}))
 
 
+def _check(config: EngineConfig, load: ServeLoad, starts: int) -> None:
+    for clients in load.clients:
+        check_int("clients", clients, 1, config.max_num_seqs)
+    for clients in load.first_token_clients:
+        check_int("first_token_clients", clients, 1, None)
+    check_int("prompt_len", load.prompt_len, 1, 1 << 20)
+    check_int("output_len", load.max_tokens, 1, 1 << 20)
+    check_int("first_token_requests", load.first_token_requests, 1, None)
+    check_int("starts", starts, 1, None)
+
+
 def _say(as_json: bool, text: str) -> None:
     if not as_json:
         print(text, flush=True)
@@ -68,9 +84,6 @@ def _alone(config: EngineConfig, load: ServeLoad) -> tuple[dict[int, float], int
     """Seconds of a step without any server, by the number of sequences."""
     with LLM(**dataclasses.asdict(config)) as llm:
         vocab_size = llm.engine.model.config.vocab_size
-        for n in load.clients:
-            if n > config.max_num_seqs:
-                raise InputError(f"clients={n}: at most max_num_seqs={config.max_num_seqs}")
         _step_seconds(llm.engine, 1, 8, 8)  # whatever is done at first use
         times = {
             n: _step_seconds(llm.engine, n, load.prompt_len, load.max_tokens) for n in load.clients
@@ -100,16 +113,7 @@ def _server(config: EngineConfig) -> Iterator[tuple[int, float]]:
     """A server's port, and when its process was started."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tinyvllm", "serve", "--port", str(port)]
-    for field in dataclasses.fields(EngineConfig):
-        value = getattr(config, field.name)
-        if value == field.default:
-            continue
-        name = field.name.replace("_", "-")
-        if isinstance(value, bool):
-            command.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            command += [f"--{name}", str(value)]
+    command = [sys.executable, "-m", "tinyvllm", "serve", "--port", str(port), *options_of(config)]
     begin = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

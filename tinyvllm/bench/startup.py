@@ -9,9 +9,11 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from tinyvllm.bench.command import options_of
 from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.util import START_PREFIX
 
@@ -32,12 +34,8 @@ def bench_startup(config: EngineConfig, runs: int) -> None:
         "--verbose",
         "generate",
         "Hello",
-        "--model",
-        config.model,
-        "--load-format",
-        config.load_format,
-        "--device",
-        config.device,
+        # As users start it: it waits for no kernel but those of its first steps.
+        *options_of(replace(config, wait_for_kernels=False)),
         "--max-tokens",
         "2",
         "--ignore-eos",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tinyvllm.bench.timing import WARMUP_REPLAYS, captured, replay_seconds
+from tinyvllm.config import check_int
 from tinyvllm.engine.batch import MIN_CONTEXT_CLASS, Batch, row_bucket, size_class
 from tinyvllm.memory.array import DeviceArray
 from tinyvllm.ops.cuda_executor import CudaExecutor
@@ -35,6 +36,14 @@ def fill_random(
                 row_len=min(FILL_ELEMENTS, array.size - first),
             )
         )
+
+
+def check_steps(batches: Sequence[int], contexts: Sequence[int]) -> None:
+    """InputError for steps without rows or tokens, or with more than are ever set up."""
+    for batch in batches:
+        check_int("batch", batch, 1, 4096)
+    for context in contexts:
+        check_int("context", context, 1, 1 << 20)
 
 
 def decode_dims(rows: int, longest: int) -> dict[str, int]:

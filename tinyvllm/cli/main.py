@@ -28,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    # The others would be loaded for nothing; without a known one all are, for help and errors.
-    wanted = next((arg for arg in argv if not arg.startswith("-")), None)
+    # The others would be loaded for nothing. Unless the command comes first, or behind the option
+    # that asks for nothing else, all are: for help and errors.
+    wanted = next((arg for arg in argv if arg not in ("-v", "--verbose")), None)
     for name in [wanted] if wanted in COMMANDS else COMMANDS:
         importlib.import_module(f"tinyvllm.cli.{name}").add(commands)
     args = parser.parse_args(argv)

@@ -75,28 +75,31 @@ class KernelLoader(Closing):
     def request_later(self, specs: Iterable[KernelSpec]) -> None:
         """Has a thread request these in a moment, when the first steps are on their way.
 
-        `specs` is taken from in that thread. May be called once. An error is logged, and raised
-        again where a step needs the kernel.
+        `specs` is taken from in that thread, which ends with the loader or the main thread. May be
+        called once. An error is logged, and raised again where a step needs the kernel.
         """
         self._later = threading.Thread(target=self._load_later, args=(specs,), name="later-kernels")
         self._later.start()
 
     def _load_later(self, specs: Iterable[KernelSpec]) -> None:
+        def ends(rest: float) -> bool:
+            return self._closing.wait(rest) or not threading.main_thread().is_alive()
+
         def unhurried() -> Iterator[KernelSpec]:
             begin = time.perf_counter()
             for spec in specs:
                 yield spec
                 if time.perf_counter() - begin > BUSY:
-                    if self._closing.wait(PAUSE):
+                    if ends(PAUSE):
                         return
                     begin = time.perf_counter()
 
-        if self._closing.wait(LATER):
+        if ends(LATER):
             return
         try:
             self.device.make_current()
             self.request(unhurried())
-        except RuntimeError as error:  # of CUDA; or the process ends, and no thread takes more work
+        except RuntimeError as error:  # of CUDA; or the process ends, and no thread can start
             logger.warning("kernels are now loaded only when a step needs them: %s", error)
 
     def load_all(self, specs: Iterable[KernelSpec]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.driver.calls import call, driver_api, succeeds
+from tinyvllm.driver.calls import CudaError, call, driver_api, succeeds
 from tinyvllm.driver.device import Device, Stream
 from tinyvllm.util import Closing, logger
 
@@ -50,10 +50,14 @@ class MemPool(Closing):
         props.location.id = device.index
         props.maxSize = max_bytes
         self.handle: Any = call("cuMemPoolCreate", props)
-        self._set("RELEASE_THRESHOLD", cu.cuuint64_t(release_threshold))
-        self._set("REUSE_FOLLOW_EVENT_DEPENDENCIES", int(reuse_follow_event_dependencies))
-        self._set("REUSE_ALLOW_OPPORTUNISTIC", int(reuse_allow_opportunistic))
-        self._set("REUSE_ALLOW_INTERNAL_DEPENDENCIES", int(reuse_allow_internal_dependencies))
+        try:
+            self._set("RELEASE_THRESHOLD", cu.cuuint64_t(release_threshold))
+            self._set("REUSE_FOLLOW_EVENT_DEPENDENCIES", int(reuse_follow_event_dependencies))
+            self._set("REUSE_ALLOW_OPPORTUNISTIC", int(reuse_allow_opportunistic))
+            self._set("REUSE_ALLOW_INTERNAL_DEPENDENCIES", int(reuse_allow_internal_dependencies))
+        except CudaError:
+            self.close()
+            raise
 
     def _set(self, attribute: str, value: Any) -> None:
         key = getattr(driver_api().CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{attribute}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import chain
 
 from tinyvllm.driver.calls import CudaError, phase
@@ -52,8 +53,10 @@ class CudaSwapper(Slabs):
         super().__init__(space)
         self._address = self._num_bytes = 0
         self._compute = compute
-        self._stream = Stream()
-        self._launched = Event()  # recorded again for each batch: a wait is for the last record
+        with ExitStack() as made:
+            self._stream = made.enter_context(Stream())
+            self._launched = Event()  # recorded again for each batch: a wait is for the last record
+            made.pop_all()
         self._all_events: list[Events] = []
         self._free_events: list[Events] = []
         self._copy = BatchCopy()

@@ -19,8 +19,10 @@ class _Slot(Closing):
     """Pinned memory for the outputs of one run, and the event after the copies to it."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.buffer = PinnedBuffer(num_bytes)
-        self.event = Event()
+        with ExitStack() as made:
+            self.buffer = made.enter_context(PinnedBuffer(num_bytes))
+            self.event = Event()
+            made.pop_all()
 
     def close(self) -> None:
         self.event.close()

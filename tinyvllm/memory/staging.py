@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 
 from tinyvllm.driver.device import Event, Stream
@@ -27,8 +29,13 @@ class StagingRing(Closing):
         pitch = align_up(slot_bytes, 256)  # so that a slot can be viewed as any type
         self._buffer = PinnedBuffer(num_slots * pitch)
         pieces = self._buffer.array.reshape(num_slots, pitch)[:, :slot_bytes]
-        self._slots = [Slot(piece) for piece in pieces]
+        self._slots: list[Slot] = []
         self._next = 0
+        with ExitStack() as made:  # after an error none is left
+            made.callback(self.close)
+            for piece in pieces:
+                self._slots.append(Slot(piece))
+            made.pop_all()
 
     def acquire(self) -> Slot:
         """The next slot, after a wait for the device if that still uses it."""

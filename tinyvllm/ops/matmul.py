@@ -56,7 +56,10 @@ def launch_of(choice: Choice, a: Operands, silu: bool) -> Launch:
         args["eps"] = 0.0 if norm_weight is None else a.eps
     else:
         assert norm_weight is None
-        if choice.kernel is not MATMUL_LARGE:
+        if choice.kernel is MATMUL_LARGE:
+            # Within a tile it counts bytes by 32 bits.
+            assert choice.template[0] * max(a.x.row_stride, K) * 2 < 1 << 32
+        else:
             args["split"] = choice.split
     return choice.kernel(a.act, a.y.dtype, *template).launch(
         (choice.blocks,),
