@@ -44,7 +44,7 @@ def test_what_is_started_has_the_options_that_were_given(monkeypatch):
 
     monkeypatch.setattr(startup, "start_parts", started)
     options = ["--model", "smollm2-135m", "--kernel-path", "portable", "--no-enable-prefix-caching"]
-    assert main(["bench", "startup", "--runs", "1", *options]) == 0
+    assert main(["bench", "startup", "--runs", "1", "--device", "cpu", *options]) == 0
     waits = [command.count("--wait-for-kernels") for command in commands]
     assert waits == [0, 0, 1, 0]  # byte code, empty cache, the rest of the cache, warm
     for command in commands:
