@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 logger = logging.getLogger("tinyvllm")
+start_logger = logging.getLogger("tinyvllm.start")  # of its own, so that it can be silenced
 START_PREFIX = "start: "  # of lines that `log_start` writes
 
 
@@ -29,7 +30,7 @@ class InputError(ValueError):
 
 def log_start(part: str) -> None:
     """Logs that a part of the start has just ended: `tinyvllm bench startup` times these lines."""
-    logger.info("%s%s", START_PREFIX, part)
+    start_logger.info("%s%s", START_PREFIX, part)
 
 
 class Closing:

@@ -18,14 +18,15 @@ from tinyvllm.model.config import ModelConfig
 from tinyvllm.model.hub import resolve_model
 from tinyvllm.model.presets import PRESETS
 from tinyvllm.model.programs import step_program
-from tinyvllm.util import InputError
+from tinyvllm.util import InputError, start_logger
 
 
 def bench_load(config: EngineConfig) -> None:
     """Writes safetensors of the preset's shape to a temporary directory and loads them twice."""
     if config.model not in PRESETS:
         raise InputError(f"model={config.model!r}: must be one of {', '.join(PRESETS)}")
-    logging.getLogger().setLevel(logging.INFO)
+    logging.getLogger().setLevel(logging.INFO)  # the rate is in the log
+    start_logger.setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(PRESETS[config.model], Path(directory))
         for _ in range(2):
