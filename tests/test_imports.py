@@ -38,7 +38,6 @@ PACKAGES = {
     "pydantic": {"serve"},
     "uvicorn": {"serve"},
     "prometheus_client": {"serve"},
-    "torch": {"bench"},  # a rival, where it is installed: bench/rivals.py alone
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -71,4 +71,4 @@ def test_bench_matmul(device, capsys):
     assert main(["bench", "matmul", *argv]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["rows"], r["n"], r["k"]) for r in rows] == [(1, 576, 1024), (200, 576, 1024)]
-    assert all(0 < r["floor_us"] < 2 * r["us"] and r["torch_us"] is None for r in rows)
+    assert all(0 < r["floor_us"] < 2 * r["us"] and r["rival_us"] is None for r in rows)

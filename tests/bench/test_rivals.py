@@ -1,13 +1,15 @@
-"""PyTorch as a rival: said clearly where it is missing; where it is, the same values."""
+"""Rivals: files that have none are named; PyTorch's, where it is, computes the same."""
 
 import json
-import sys
+from pathlib import Path
 
 import pytest
 
-from tinyvllm.bench.rivals import Torch, in_turns
+from tinyvllm.bench.rivals import in_turns, load_rival
 from tinyvllm.cli.main import main
 from tinyvllm.util import InputError
+
+TORCH = str(Path(__file__).parent / "torch_rival.py")
 
 
 def test_times_are_taken_in_turns_and_the_middle_one_counts():
@@ -25,14 +27,36 @@ def test_times_are_taken_in_turns_and_the_middle_one_counts():
     assert order == ["a", "b"] * 3
 
 
-def test_without_pytorch_it_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(InputError, match="--torch compares with PyTorch, which is not here"):
-        Torch(0)
+def test_a_rival_is_opened_for_the_gpu(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def open_rival(index):\n    return ('mine', index)\n")
+    assert load_rival(str(path), 3) == ("mine", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_library", "No module named 'no_such_library'"),
+        ("x = 1", "has no attribute 'open_rival'"),
+        (None, "No such file"),
+    ],
+)
+def test_files_without_a_rival_are_named(tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        load_rival(str(path), 0)
+    assert str(error.value).startswith(f"--rival {path}: ")
+
+
+def test_a_rival_is_python(tmp_path):
+    with pytest.raises(InputError, match="must be a Python file"):
+        load_rival(str(tmp_path / "torch"), 0)
 
 
 def test_decode_attention_has_no_rival(capsys):
-    assert main(["bench", "attention", "--torch"]) == 1
+    assert main(["bench", "attention", "--rival", TORCH]) == 1
     assert "--phase prefill" in capsys.readouterr().err
 
 
@@ -59,7 +83,8 @@ def test_rivals_are_timed_and_compute_the_same(device, monkeypatch, capsys):
     def check_attention(bench, rival):
         row = measure_attention(bench, rival)
         head_dim, _, batch, length = bench._shape
-        q, k, v = bench._unpaged(rival)
+        arrays = [bench.executor.array(name) for name in ("q", "kv_cache", "block_tables")]
+        q, k, v = rival.unpaged(*arrays, length)
         attend = torch.nn.functional.scaled_dot_product_attention
         want = attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
         got = bench.executor.read("attention", bench.dims, "y").reshape(batch, length, -1, head_dim)
@@ -75,7 +100,7 @@ def test_rivals_are_timed_and_compute_the_same(device, monkeypatch, capsys):
         ["matmul", "--rows", "300", "--shapes", "576x1024"],
         ["attention", "--phase", "prefill", "--batch", "2", "--context", "700"],
     ):
-        assert main(["bench", *argv, "--torch", "--json"]) == 0
+        assert main(["bench", *argv, "--rival", TORCH, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
-        assert all(0.1 < r["torch_us"] / r["us"] < 20 for r in rows)
+        assert all(0.1 < r["rival_us"] / r["us"] < 20 for r in rows)
     assert checked == ["matmul"] + ["attention"] * 8

@@ -12,7 +12,7 @@ import numpy as np
 
 from tinyvllm.bench.attention import GROUPS, HEAD_DIMS, KV_HEADS, PagedBench
 from tinyvllm.bench.op_bench import opened_device
-from tinyvllm.bench.rivals import Seconds, Torch, in_turns
+from tinyvllm.bench.rivals import Rival, Seconds, in_turns, load_rival
 from tinyvllm.bench.synthetic import check_steps, prefill_dims
 from tinyvllm.config import EngineConfig
 from tinyvllm.driver.device import Device
@@ -25,7 +25,7 @@ ROUNDS, REPLAYS = 9, 3
 
 @dataclass(frozen=True)
 class PrefillAttentionTime:
-    """Attention of `batch` prompts of `length` tokens; `torch_*`: by cuDNN, where asked for.
+    """Attention of `batch` prompts of `length` tokens; `rival_*`: by a rival, if there is one.
 
     Operations are those of the scores that causality leaves: half of all.
     """
@@ -36,8 +36,8 @@ class PrefillAttentionTime:
     length: int
     us: float
     tflops: float
-    torch_us: float | None = None
-    torch_tflops: float | None = None
+    rival_us: float | None = None
+    rival_tflops: float | None = None
 
 
 def bench_attention_prefill(
@@ -45,28 +45,28 @@ def bench_attention_prefill(
     batches: Sequence[int],
     lengths: Sequence[int],
     *,
-    torch: bool,
+    rival: str | None,
     as_json: bool,
 ) -> None:
     """Times attention of whole prompts, K and V in blocks in random order, for both head sizes and
-    1 to 8 query heads a KV head; with `torch`, in turns with cuDNN on the same values, which has K
-    and V of a head in one piece."""
+    1 to 8 query heads a KV head; with a `rival`, the path of a file, in turns with it on the same
+    arrays."""
     check_steps(batches, lengths)
     rows = []
     with opened_device(config, "bench attention") as (device, dtype):
-        rival = Torch(device.index) if torch else None
+        other = load_rival(rival, device.index) if rival else None
         if not as_json:
             print(f"{device.info.name}, {dtype.value}, blocks of {config.block_size} tokens")
             head = (
                 f"{'head_dim':>8} {'group':>6} {'batch':>6} {'length':>7} {'us':>9} {'TFLOP/s':>8}"
             )
-            print(f"{head} {'cuDNN us':>9} {'TFLOP/s':>8} {'times':>6}" if torch else head)
+            print(f"{head} {'rival us':>9} {'TFLOP/s':>8} {'times':>6}" if rival else head)
         for batch, length in itertools.product(batches, lengths):
             for head_dim, group in itertools.product(HEAD_DIMS, GROUPS):
                 with PrefillAttentionBench(
                     device, dtype, config.block_size, head_dim, group, batch, length
                 ) as bench:
-                    rows.append(bench.measure(rival))
+                    rows.append(bench.measure(other))
                 if not as_json:
                     print(_line(rows[-1]), flush=True)
         if as_json:
@@ -114,14 +114,15 @@ class PrefillAttentionBench(PagedBench):
             }
         )
 
-    def measure(self, rival: Torch | None) -> PrefillAttentionTime:
+    def measure(self, rival: Rival | None) -> PrefillAttentionTime:
         """The time of one launch, and of cuDNN's."""
         head_dim, group, batch, length = self._shape
         launches = self.launches() * REPEATS
         graph = self.graph(launches)
         runs: list[Seconds] = [lambda: self.seconds(graph, REPLAYS) / len(launches)]
         if rival:
-            runs.append(rival.attention(*self._unpaged(rival), REPEATS, REPLAYS))
+            q, cache, tables = map(self.executor.array, ("q", "kv_cache", "block_tables"))
+            runs.append(rival.attention(q, cache, tables, length, REPEATS, REPLAYS))
         times = in_turns(runs, ROUNDS)
         flops = 2 * batch * length**2 * KV_HEADS * group * head_dim
         rates = [flops / seconds / 1e12 for seconds in times]
@@ -132,24 +133,9 @@ class PrefillAttentionBench(PagedBench):
             length,
             us=times[0] * 1e6,
             tflops=rates[0],
-            torch_us=times[1] * 1e6 if rival else None,
-            torch_tflops=rates[1] if rival else None,
+            rival_us=times[1] * 1e6 if rival else None,
+            rival_tflops=rates[1] if rival else None,
         )
-
-    def _unpaged(self, rival: Torch) -> tuple[Any, Any, Any]:
-        """q, k and v [batch, heads, length, head_dim] as PyTorch has them."""
-        head_dim, _, batch, length = self._shape
-        q = rival.tensor(self.executor.array("q")).view(batch, length, -1, head_dim)
-        cache = rival.tensor(self.executor.array("kv_cache"))
-        tables = rival.tensor(self.executor.array("block_tables"))[0].long()
-        k, v = (
-            cache[tables, 0, part]  # [batch, blocks, KV heads, places, head_dim]
-            .permute(0, 2, 1, 3, 4)
-            .reshape(batch, KV_HEADS, -1, head_dim)[:, :, :length]
-            .contiguous()
-            for part in (0, 1)
-        )
-        return q.transpose(1, 2), k, v
 
 
 def _line(row: PrefillAttentionTime) -> str:
@@ -157,6 +143,6 @@ def _line(row: PrefillAttentionTime) -> str:
         f"{row.head_dim:>8} {row.group:>6} {row.batch:>6} {row.length:>7} {row.us:>9.2f} "
         f"{row.tflops:>8.1f}"
     )
-    if row.torch_us is not None and row.torch_tflops is not None:
-        line += f" {row.torch_us:>9.2f} {row.torch_tflops:>8.1f} {row.torch_us / row.us:>6.3f}"
+    if row.rival_us is not None and row.rival_tflops is not None:
+        line += f" {row.rival_us:>9.2f} {row.rival_tflops:>8.1f} {row.rival_us / row.us:>6.3f}"
     return line

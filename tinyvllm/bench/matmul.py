@@ -1,4 +1,4 @@
-"""`tinyvllm bench matmul`: products alone, next to their floor and to cuBLAS."""
+"""`tinyvllm bench matmul`: products alone, next to their floor and to a rival."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from tinyvllm.bench.floors import Rates, device_rates
 from tinyvllm.bench.op_bench import OpBench, opened_device
-from tinyvllm.bench.rivals import Torch, in_turns
+from tinyvllm.bench.rivals import Rival, in_turns, load_rival
 from tinyvllm.config import EngineConfig, check_int
 from tinyvllm.driver.device import Device
 from tinyvllm.model.config import ModelConfig
@@ -29,7 +29,7 @@ ROOM = 256
 
 @dataclass(frozen=True)
 class ProductTime:
-    """x [rows, k] times weight [n, k] transposed; `torch_us`: by cuBLAS, where that was asked."""
+    """x [rows, k] times weight [n, k] transposed; `rival_us`: by the rival, if there is one."""
 
     rows: int
     n: int
@@ -38,7 +38,7 @@ class ProductTime:
     us: float
     floor_us: float
     tflops: float
-    torch_us: float | None = None
+    rival_us: float | None = None
 
 
 def model_shapes(model: ModelConfig) -> list[tuple[int, int]]:
@@ -53,13 +53,13 @@ def bench_matmul(
     rows: Sequence[int],
     shapes: Sequence[tuple[int, int]],
     *,
-    torch: bool,
+    rival: str | None,
     as_json: bool,
 ) -> None:
     """Times products of each number of rows with weights of each shape (N, K).
 
-    Without shapes, those of the model's layers. With `torch`, in turns with cuBLAS on the same
-    arrays. InputError for sizes that no model or step has.
+    Without shapes, those of the model's layers. With a `rival`, the path of a file, in turns with
+    it on the same arrays. InputError for sizes that no model or step has.
     """
     if not shapes:
         model = resolve_model(config.model, config.load_format, config.revision)
@@ -74,13 +74,13 @@ def bench_matmul(
     found = []
     with opened_device(config, "bench matmul") as (device, dtype):
         name, rates = device_rates(config)
-        rival = Torch(device.index) if torch else None
+        other = load_rival(rival, device.index) if rival else None
         if not as_json:
             print(f"{name}, {dtype.value}, copies at {rates.copy / 1e12:.2f} TB/s")
-            print(_head(torch))
+            print(_head(rival is not None))
         for count, (n, k) in itertools.product(rows, shapes):
             with ProductBench(device, dtype, count, n, k) as bench:
-                found.append(bench.measure(rates, rival))
+                found.append(bench.measure(rates, other))
             if not as_json:
                 print(_line(found[-1]), flush=True)
         if as_json:
@@ -112,8 +112,8 @@ class ProductBench(OpBench):
         for weight in self._weights:
             self.fill(weight, scale=k**-0.5)
 
-    def measure(self, rates: Rates, rival: Torch | None) -> ProductTime:
-        """The product's time, and cuBLAS's."""
+    def measure(self, rates: Rates, rival: Rival | None) -> ProductTime:
+        """The product's time, and the rival's."""
         rows, n, k = self._shape
         launches = self.launches()
         graph = self.graph(launches)
@@ -132,13 +132,13 @@ class ProductBench(OpBench):
             us=us,
             floor_us=rates.floor(cost.bytes, cost.flops) * 1e6,
             tflops=cost.flops / us / 1e6,
-            torch_us=others[0] if others else None,
+            rival_us=others[0] if others else None,
         )
 
 
-def _head(torch: bool) -> str:
+def _head(rival: bool) -> str:
     head = f"{'rows':>6} {'N':>7} {'K':>6} {'us':>9} {'floor':>8} {'ratio':>6} {'TFLOP/s':>8}"
-    return f"{head} {'cuBLAS':>8} {'times':>6}  kernel" if torch else f"{head}  kernel"
+    return f"{head} {'rival':>8} {'times':>6}  kernel" if rival else f"{head}  kernel"
 
 
 def _line(row: ProductTime) -> str:
@@ -146,6 +146,6 @@ def _line(row: ProductTime) -> str:
         f"{row.rows:>6} {row.n:>7} {row.k:>6} {row.us:>9.2f} {row.floor_us:>8.2f} "
         f"{row.us / row.floor_us:>6.2f} {row.tflops:>8.1f}"
     )
-    if row.torch_us is not None:
-        line += f" {row.torch_us:>8.2f} {row.torch_us / row.us:>6.3f}"
+    if row.rival_us is not None:
+        line += f" {row.rival_us:>8.2f} {row.rival_us / row.us:>6.3f}"
     return f"{line}  {row.kernel}"

@@ -72,14 +72,17 @@ def run_kernels(args: argparse.Namespace, config: EngineConfig) -> None:
     )
 
 
-def _add_torch(parser: argparse.ArgumentParser, library: str) -> None:
+def _add_rival(parser: argparse.ArgumentParser, only: str = "") -> None:
     parser.add_argument(
-        "--torch", action="store_true", help=f"in turns with PyTorch's, where it is: {library}"
+        "--rival",
+        metavar="FILE",
+        help=f"in turns with the kernels of a Python file{only}: tests/bench/torch_rival.py has "
+        "PyTorch's",
     )
 
 
 def _add_matmul(kinds: Commands) -> None:
-    parser = kinds.add_parser("matmul", help="products alone, next to their floor and to cuBLAS")
+    parser = kinds.add_parser("matmul", help="products alone, next to their floor and to a rival")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 8192], help="rows of x")
     parser.add_argument(
         "--shapes",
@@ -89,14 +92,14 @@ def _add_matmul(kinds: Commands) -> None:
         default=[],
         help="of the weight (default: those of a layer)",
     )
-    _add_torch(parser, "cuBLAS")
+    _add_rival(parser)
     finish(parser, run_matmul, as_json=True)
 
 
 def run_matmul(args: argparse.Namespace, config: EngineConfig) -> None:
     from tinyvllm.bench.matmul import bench_matmul
 
-    bench_matmul(config, args.rows, args.shapes, torch=args.torch, as_json=args.json)
+    bench_matmul(config, args.rows, args.shapes, rival=args.rival, as_json=args.json)
 
 
 def _add_attention(kinds: Commands) -> None:
@@ -108,7 +111,7 @@ def _add_attention(kinds: Commands) -> None:
     parser.add_argument(
         "--context", type=int, nargs="+", help="tokens (default: 2048 4096, prefill: 8192)"
     )
-    _add_torch(parser, "cuDNN, for prefill")
+    _add_rival(parser, ", for prefill")
     finish(parser, run_attention, as_json=True)
 
 
@@ -117,12 +120,12 @@ def run_attention(args: argparse.Namespace, config: EngineConfig) -> None:
         from tinyvllm.bench.attention_prefill import bench_attention_prefill
 
         batches, lengths = args.batch or [1], args.context or [8192]
-        bench_attention_prefill(config, batches, lengths, torch=args.torch, as_json=args.json)
+        bench_attention_prefill(config, batches, lengths, rival=args.rival, as_json=args.json)
         return
     from tinyvllm.bench.attention import bench_attention
 
-    if args.torch:
-        raise InputError("--torch compares attention of prompts only: --phase prefill")
+    if args.rival:
+        raise InputError("--rival compares attention of prompts only: --phase prefill")
     batches, contexts = args.batch or [32], args.context or [2048, 4096]
     bench_attention(config, batches, contexts, as_json=args.json)
 
