@@ -59,6 +59,7 @@ def queue(compiler):
 def test_what_is_waited_for_goes_first(queue, compiler):
     for spec in SPECS:
         queue.put(spec)
+    until(lambda: compiler.begun)
     with ThreadPoolExecutor(1) as other:
         wanted = [SPECS[5], SPECS[3]]
         got = other.submit(queue.get, wanted)
