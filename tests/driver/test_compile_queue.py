@@ -121,7 +121,7 @@ for spec in specs:
 begun.wait()
 if {waits}:
     threading.Thread(target=lambda: print(len(queue.get([specs[7], specs[39]])))).start()
-    while not queue._waiting[specs[39]]:
+    while not queue._waiting.get(specs[39]):
         time.sleep(0.001)
 """
 
